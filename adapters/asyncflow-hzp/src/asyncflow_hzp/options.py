@@ -1,0 +1,80 @@
+"""What a user may set, checked without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["HzpOptions", "check_options"]
+
+
+class HzpOptions(BaseModel):
+    """Options of the `hzp` trainer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    model: str
+    """Directory of a Hugging Face causal language model."""
+    lr: float = Field(default=1e-6, ge=0)
+    """Learning rate after warm-up. 1e-6 suits models of billions of parameters; tiny ones take
+    5e-4."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the gradient's mean and square."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator guard."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Of tensors with two axes or more; biases and norms never decay."""
+    grad_clip: float | None = Field(default=1.0, gt=0)
+    """Largest norm of the mean gradient; null does not clip."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates over which the learning rate climbs linearly to `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes after warm-up; linear and cosine reach 0 at `total_updates`."""
+    total_updates: int | None = Field(default=None, ge=1)
+    """Updates of the whole run; linear and cosine need it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward, the backward and the exported weights. Gradients are summed, and the weights
+    updated, in float32 either way."""
+    device: str = "auto"
+    """"auto" is this rank's CUDA device where there is one, else the CPU."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Padded tokens in one forward; a larger batch is split, which changes nothing but memory."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the decoder with torch.compile; needs a C++ compiler, pays off on large models."""
+    threads: int = Field(default=1, ge=1)
+    """Threads of CPU operations."""
+    bucket_bytes: int = Field(default=64 * 2**20, ge=1)
+    """Size of an exported bucket; a larger tensor gets a bucket of its own."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for another rank before the call fails."""
+    engine_args: Mapping[str, Any] = Field(default_factory=dict)
+    """Passed untouched to `AutoModelForCausalLM.from_pretrained`."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "constant":
+            return self
+        if self.total_updates is None:
+            raise ValueError(f"schedule {self.schedule!r} needs total_updates")
+        if self.total_updates <= self.warmup_updates:
+            raise ValueError(
+                f"total_updates is {self.total_updates}, allowed: more than warmup_updates "
+                f"{self.warmup_updates}"
+            )
+        return self
+
+
+def check_options(options: HzpOptions) -> Iterator[str]:
+    """The faults that can be seen without loading the model."""
+    path = Path(options.model)
+    if not path.is_dir():
+        yield f"model {options.model!r} is no directory; give the path of a Hugging Face model"
+    elif not (path / "config.json").is_file():
+        yield f"model {options.model!r} has no config.json; give the path of a Hugging Face model"
+    elif not any(path.glob("*.safetensors")):
+        yield f"model {options.model!r} has no *.safetensors; save it with save_pretrained"

@@ -1,0 +1,39 @@
+"""Registration and what can be checked before a model is loaded."""
+
+import subprocess
+import sys
+
+from asyncflow_core.parts import PartContext
+from asyncflow_core.registry import PluginEntry, Registry
+from asyncflow_hzp.options import HzpOptions
+
+
+def plugin():
+    entry = PluginEntry("trainer", "hzp", "asyncflow_hzp.plugin", "asyncflow-hzp", "0.1.0")
+    return Registry([entry]).get("trainer", "hzp")
+
+
+def test_plugin_offers_the_trainer(model_dir):
+    found = plugin()
+    options = found.options(model=str(model_dir))
+    assert type(found.factory(options, PartContext())).__name__ == "HzpTrainer"
+    assert list(found.check(options)) == []
+    assert found.capabilities.loss_arrays == "torch"
+    assert found.capabilities.max_world_size is None
+
+
+def test_check_names_the_path_of_a_missing_model(tmp_path):
+    def faults(path):
+        return list(plugin().check(HzpOptions(model=str(path))))
+
+    assert "nowhere" in faults(tmp_path / "nowhere")[0]
+    assert "config.json" in faults(tmp_path)[0]
+    (tmp_path / "config.json").write_text("{}")
+    assert "safetensors" in faults(tmp_path)[0]
+
+
+def test_plugin_module_imports_no_torch():
+    code = (
+        "import sys, asyncflow_hzp.plugin; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -1,0 +1,63 @@
+"""k ranks train like one."""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hzp_helpers import POLICY, make_batch, make_trainer
+
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.parts import PartContext
+
+HERE = Path(__file__).parent
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.multiproc
+async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    path = os.pathsep.join([str(HERE), *sys.path])
+    processes = [
+        await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(HERE / "rank_process.py"),
+            str(model_dir),
+            str(tmp_path),
+            env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": path},
+        )
+        for rank in range(2)
+    ]
+    assert [await process.wait() for process in processes] == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["exported"] > 0
+    assert second["exported"] == 0
+    assert first["state"] == second["state"]
+    async with make_trainer(model_dir) as alone:
+        for step in range(2):
+            await alone.forward_backward(make_batch(9, step), POLICY, last=True)
+            update = await alone.optim_step()
+        logprobs = await alone.forward(make_batch(3, 9))
+        await alone.load(str(tmp_path / "saved"))
+    assert first["weight"] == update.weight
+    assert first["norm"] == pytest.approx(update.grad_norm, rel=1e-4)
+    for row, expected in zip(first["logprobs"], logprobs["logprobs"], strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-3)
+
+
+async def test_ranks_without_a_launcher_are_refused(model_dir, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    trainer = make_trainer(model_dir, context=PartContext(world_size=2))
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        await trainer.open()
+    await trainer.aclose()

@@ -1,0 +1,82 @@
+"""`asyncflow doctor`: everything a run would refuse, at once, without starting anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from asyncflow_core.config_source import ConfigSource, parse_override
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.plan import Plan, make_plan
+from asyncflow_core.registry import Registry
+
+__all__ = ["examine"]
+
+
+def examine(config: str, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Print the report; returns the exit status, 0 without faults, else 2."""
+    try:
+        source = ConfigSource.from_file(config)
+        for override in overrides:
+            source.override(*parse_override(override))
+        plan = make_plan(source, Registry())
+    except ConfigError as error:
+        _print_faults(error.faults, as_json=as_json)
+        return 2
+    if as_json:
+        print(json.dumps({"ok": True, "faults": [], **_facts(plan)}, indent=2))
+    else:
+        _print_plan(plan)
+    return 0
+
+
+def _print_faults(faults: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"ok": False, "faults": list(faults)}, indent=2))
+        return
+    print(f"{len(faults)} fault(s):")
+    for fault in faults:
+        print(f"  {fault}")
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    flow = plan.config.workflow
+    return {
+        "plugins": {
+            name: {"plugin": chosen.plugin.name, "distribution": chosen.plugin.distribution}
+            for name, chosen in plan.chosen.items()
+        },
+        "tasks": {
+            name: {"reads": list(task.reads), "writes": list(task.writes)}
+            for name, task in plan.tasks.items()
+        },
+        "workflow": {
+            "preset": flow.preset,
+            "max_staleness": flow.bound,
+            "steps": flow.steps,
+            "rows_per_step": flow.groups_per_step * flow.group_size,
+            "switch_mode": plan.switch_mode.value,
+        },
+    }
+
+
+def _print_plan(plan: Plan) -> None:
+    facts = _facts(plan)
+    print("plugins:")
+    for name, found in facts["plugins"].items():
+        print(f"  {name:<16} {found['plugin']:<16} {found['distribution']}")
+    print("dataflow:")
+    for name, task in facts["tasks"].items():
+        print(f"  {name:<16} {', '.join(task['reads'])} -> {', '.join(task['writes']) or '(end)'}")
+    flow = facts["workflow"]
+    print(
+        f"workflow: {flow['preset']}, max staleness {flow['max_staleness']}, {flow['steps']} steps "
+        f"of {flow['rows_per_step']} rows, weights switch by {flow['switch_mode']}"
+    )
+    if flow["max_staleness"] == 0 and plan.config.workflow.updates_per_step > 1:
+        print(
+            f"note: only the first of a step's {plan.config.workflow.updates_per_step} updates is "
+            f"on-policy to the token; the others train rows that are that many updates old"
+        )
+    print("no faults")

@@ -1,0 +1,123 @@
+"""`asyncflow run | doctor | plugins | serve`."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from asyncflow_core import __version__
+from asyncflow_core.errors import AsyncFlowError, ConfigError
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="asyncflow")
+def cli() -> None:
+    """Async RL post-training whose core knows no engine."""
+
+
+@cli.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+def run(config: str, overrides: Sequence[str]) -> None:
+    """Train: run CONFIG, a YAML file, with OVERRIDES as dotted.key=value."""
+    from asyncflow_core.cli.progress import Progress
+    from asyncflow_core.config_source import parse_override
+    from asyncflow_core.flow.flow import Flow
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # SIGTERM ends a run as Ctrl-C does: every process and file of it goes with it.
+    signal.signal(signal.SIGTERM, _interrupt)
+    flow = Flow.from_config(config, dict(map(parse_override, overrides)))
+    progress = Progress(flow.config)
+    progress.starting()
+    try:
+        for step in flow.run():
+            progress.step(step)
+    finally:
+        progress.close()
+    progress.finished(flow.summary, flow.folder)
+
+
+@cli.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable report.")
+def doctor(config: str, overrides: Sequence[str], as_json: bool) -> None:
+    """Check CONFIG, its plugins and its dataflow without starting anything."""
+    from asyncflow_core.cli.doctor import examine
+
+    sys.exit(examine(config, overrides, as_json=as_json))
+
+
+@cli.command()
+@click.option("--load", is_flag=True, help="Import each plugin and show its capabilities.")
+def plugins(load: bool) -> None:
+    """List installed plugins, without importing any."""
+    from asyncflow_core.cli.plugins import show_plugins
+
+    sys.exit(show_plugins(load=load))
+
+
+@cli.command()
+@click.argument("kind", required=False)
+@click.argument("plugin", required=False)
+@click.argument("options", nargs=-1)
+@click.option("--bind", help="Address to answer at: ipc://PATH or tcp://127.0.0.1:PORT.")
+@click.option("--spec", type=click.Choice(["-"]), hidden=True)
+def serve(
+    kind: str | None, plugin: str | None, options: Sequence[str], bind: str | None, spec: str | None
+) -> None:
+    """Serve one service, KIND PLUGIN key=value ..., until stopped.
+
+    The environment variable ASYNCFLOW_TOKEN holds the secret that clients show; without it one is
+    made and printed.
+    """
+    if spec is not None:
+        from asyncflow_core.flow.serve import serve_from_stdin
+
+        sys.exit(serve_from_stdin())
+    if not (kind and plugin and bind):
+        raise click.UsageError("serve takes KIND, PLUGIN and --bind ADDRESS")
+    from asyncflow_core.cli.serve import serve_by_hand
+
+    sys.exit(serve_by_hand(kind, plugin, options, bind))
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status.
+
+    0: done. 1: the run failed. 2: what was asked for is wrong, nothing was started. 130: ended by
+    Ctrl-C.
+    """
+    try:
+        cli.main(args=arguments, prog_name="asyncflow", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        print("asyncflow: interrupted; every process of the run was ended", file=sys.stderr)
+        return 130
+    except ConfigError as error:
+        print(f"asyncflow: {len(error.faults)} fault(s), nothing was started:", file=sys.stderr)
+        for fault in error.faults:
+            print(f"  {fault}", file=sys.stderr)
+        return 2
+    except AsyncFlowError as error:
+        print(f"asyncflow: {error.code}: {error}", file=sys.stderr)
+        return 1
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0

@@ -1,0 +1,57 @@
+"""`asyncflow plugins`: what is installed, from metadata alone unless `--load`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncflow_core.errors import AsyncFlowError
+from asyncflow_core.registry import PluginEntry, Registry
+
+__all__ = ["show_plugins"]
+
+
+def show_plugins(*, load: bool) -> int:
+    """Print a table; returns 1 if a plugin is in conflict or, with `load`, does not load."""
+    registry = Registry()
+    entries = registry.entries()
+    offered = Counter(entry.label for entry in entries)
+    table = Table("kind", "name", "version", "distribution", "state", box=None, pad_edge=False)
+    if load:
+        table.add_column("capabilities")
+    bad = 0
+    for entry in entries:
+        state, capabilities = _state(registry, entry, offered[entry.label], load=load)
+        bad += state not in ("installed", "loaded")
+        row = [entry.kind, entry.name, entry.version, entry.distribution, state]
+        table.add_row(*row, *([capabilities] if load else []))
+    Console(soft_wrap=True).print(table)
+    return 1 if bad else 0
+
+
+def _state(registry: Registry, entry: PluginEntry, offers: int, *, load: bool) -> tuple[str, str]:
+    if offers > 1:
+        return "conflict: offered twice", ""
+    if not load:
+        return "installed", ""
+    try:
+        plugin = registry.get(entry.kind, entry.name)
+    except AsyncFlowError as error:
+        return str(error), ""
+    return "loaded", _capabilities(plugin.capabilities)
+
+
+def _capabilities(record: Any) -> str:
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        return "depend on the options" if callable(record) else ""
+    parts = []
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, frozenset | tuple):
+            value = "+".join(sorted(map(str, value)))
+        parts.append(f"{field.name}={value}")
+    return ", ".join(parts)

@@ -1,0 +1,92 @@
+"""The progress line of a run: one line rewritten on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from asyncflow_core import metrics
+from asyncflow_core.config import RunConfig
+from asyncflow_core.flow.results import StepResult, Summary
+
+__all__ = ["Progress"]
+
+_EVERY_S = 10.0
+"""Seconds between lines where there is no terminal."""
+
+
+class Progress:
+    """Prints to standard output; times are minutes:seconds."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Remember what the lines name."""
+        self._config = config
+        self._terminal = sys.stdout.isatty()
+        self._start: float | None = None
+        self._printed = 0.0
+        self._reward: float | None = None
+
+    def starting(self) -> None:
+        """Say what is about to run."""
+        flow, config = self._config.workflow, self._config
+        print(
+            f"run {config.name}: {flow.preset}, max staleness {flow.bound}, {flow.steps} steps of "
+            f"{flow.groups_per_step} x {flow.group_size} samples, rollout {config.rollout.plugin} "
+            f"x{config.rollout.replicas}, trainer {config.trainer.plugin} "
+            f"x{config.trainer.world_size}; starting processes ...",
+            flush=True,
+        )
+
+    def step(self, step: StepResult) -> None:
+        """Show one step."""
+        now = time.monotonic()
+        if self._start is None:
+            self._start = now - step.metrics[metrics.STEP_WALL_S]
+        reward = step.metrics[metrics.REWARD_MEAN]
+        # One batch is noisy: the line shows a running mean over about ten steps.
+        self._reward = reward if self._reward is None else 0.9 * self._reward + 0.1 * reward
+        last = step.version == step.steps
+        if not (self._terminal or last or now - self._printed >= _EVERY_S):
+            return
+        self._printed = now
+        elapsed = now - self._start
+        left = elapsed / step.version * (step.steps - step.version)
+        line = (
+            f"step {step.version:>{len(str(step.steps))}}/{step.steps}  reward {self._reward:.3f}  "
+            f"staleness {step.metrics[metrics.STALENESS_MEAN]:.2f} "
+            f"(max {self._config.workflow.bound})  "
+            f"{step.metrics[metrics.TOKENS_PER_S] / 1000:.1f}k tok/s  "
+            f"{_clock(elapsed)} elapsed, {_clock(left)} left"
+        )
+        print(f"\r\x1b[K{line}" if self._terminal else line, end="" if self._terminal else "\n")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the line on a terminal."""
+        if self._terminal and self._start is not None:
+            print(flush=True)
+
+    def finished(self, summary: Summary, folder: Path) -> None:
+        """Say where things are, and last what was learned."""
+        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        print(
+            f"{summary.rows_trained} rows trained in {summary.wall_s:.0f} s "
+            f"(whole run {summary.total_s:.0f} s), staleness mean "
+            f"{summary.mean_staleness_trained:.2f}, max {summary.max_staleness_trained} of "
+            f"{summary.max_staleness_allowed}, busy: rollout {summary.busy_rollout:.0%}, trainer "
+            f"{summary.busy_trainer:.0%}"
+        )
+        if summary.reward_errors:
+            print(
+                f"{summary.reward_errors} rewards failed and count 0; see reward_error in samples"
+            )
+        print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/, model/)")
+        if summary.eval_before is not None and summary.eval_after is not None:
+            print(
+                f"held-out score: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
+            )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

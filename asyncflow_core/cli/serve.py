@@ -1,0 +1,39 @@
+"""`asyncflow serve KIND PLUGIN`: one service for whoever wants to own the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from asyncflow_core.config_source import parse_override
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.open import open_service
+from asyncflow_core.flow.serve import INTERFACES, SUPPORTS, serve_until_stopped
+from asyncflow_core.wire import Server, serve_service
+
+__all__ = ["serve_by_hand"]
+
+
+def serve_by_hand(kind: str, plugin: str, options: Sequence[str], bind: str) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if kind not in INTERFACES:
+        raise ConfigError(f"{kind!r} is not a service; services are {', '.join(INTERFACES)}")
+    values = dict(map(parse_override, options))
+    token = os.environ.get("ASYNCFLOW_TOKEN") or secrets.token_hex(16)
+    return asyncio.run(_serve(kind, plugin, values, bind, token))
+
+
+async def _serve(kind: str, plugin: str, options: dict[str, Any], bind: str, token: str) -> int:
+    async with open_service(kind, plugin, **options) as service:
+        server = Server(bind, name=kind, token=token)
+        serve_service(server, kind, service, INTERFACES[kind], supports=SUPPORTS.get(kind, ()))
+        async with server:
+            print(f"serving {kind} {plugin} at {server.address}", flush=True)
+            if "ASYNCFLOW_TOKEN" not in os.environ:
+                print(f"token {token}", flush=True)
+            return await serve_until_stopped(asyncio.get_running_loop().create_future())

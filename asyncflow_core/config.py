@@ -1,0 +1,257 @@
+"""What a user writes: the typed model of one run.
+
+Every field's docstring is its documentation; a default stands here and nowhere else. A section that
+selects a plugin has `plugin` and `options`; the options are validated by that plugin's own model.
+Reading YAML, overrides and line numbers is `asyncflow_core.config_source`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    model_validator,
+)
+
+__all__ = [
+    "EvaluationConfig",
+    "FunctionName",
+    "InputPath",
+    "PartConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "Section",
+    "ServiceConfig",
+    "StageConfig",
+    "TrainerConfig",
+    "WorkflowConfig",
+]
+
+
+class Section(BaseModel):
+    """Base of all sections and of plugins' option models: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def _resolve(value: str, info: ValidationInfo) -> str:
+    base = (info.context or {}).get("base_dir")
+    path = Path(value).expanduser()
+    return str(path if path.is_absolute() or base is None else Path(base) / path)
+
+
+InputPath = Annotated[str, AfterValidator(_resolve)]
+"""A path that is read; relative to the folder of the configuration file."""
+
+
+def _function_name(function: str | Callable[..., Any]) -> str:
+    if isinstance(function, str):
+        return function
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+FunctionName = Annotated[
+    str | Callable[..., Any], PlainSerializer(_function_name, return_type=str, when_used="always")
+]
+"""A function by `module:name`, or, from Python, the function itself."""
+
+
+class PartConfig(Section):
+    """A plugin by name, with its options."""
+
+    plugin: str
+    """Name among the installed plugins of this kind (`asyncflow plugins` lists them)."""
+    options: dict[str, Any] = {}
+    """Options of the plugin, checked by the plugin's own model."""
+
+
+class ServiceConfig(PartConfig):
+    """A service that may run in a process of its own."""
+
+    devices: tuple[int, ...] = ()
+    """Accelerators the service sees, as CUDA_VISIBLE_DEVICES; empty: none is set."""
+    python: InputPath = sys.executable
+    """Interpreter of the service's process; it needs asyncflow-core and the plugin."""
+
+
+class SamplingConfig(Section):
+    """How responses are drawn."""
+
+    max_new_tokens: int = Field(256, ge=1)
+    """Most tokens of a response."""
+    temperature: float = Field(1.0, ge=0.0)
+    """Divides the logits; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Probability mass drawn from; 1 is off."""
+    top_k: int = Field(0, ge=0)
+    """Candidates drawn from; 0 is off."""
+    min_p: float = Field(0.0, ge=0.0, lt=1.0)
+    """Least share of the best candidate's probability; 0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, beside the tokenizer's end of sequence."""
+
+
+class RolloutConfig(ServiceConfig):
+    """The engine that generates."""
+
+    replicas: int = Field(1, ge=1)
+    """Processes, each with the whole model."""
+    rows_in_flight: int = Field(256, ge=1)
+    """Rows one replica holds at a time."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How responses are drawn, in training and evaluation."""
+    switch_mode: Literal["auto", "drain", "in_flight", "abort_resume"] = "auto"
+    """When new weights start to serve. auto: in_flight where max_staleness > 0 and the engine can,
+    else drain."""
+
+
+class TrainerConfig(ServiceConfig):
+    """The engine that trains."""
+
+    world_size: int = Field(1, ge=1)
+    """Ranks, a process each."""
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Most tokens, prompts included, of one micro-batch of one rank; one row may exceed it."""
+
+
+class StageConfig(Section):
+    """A step of the dataflow between rollout and trainer."""
+
+    plugin: str = ""
+    """Name of a stage plugin; or else `function`."""
+    options: dict[str, Any] = {}
+    """Options of the plugin."""
+    function: FunctionName = ""
+    """`module:name` of a function `f(batch) -> {column: values}`; it runs in worker processes."""
+    kind: Literal["columns", "reward"] = "columns"
+    """What `function` is. columns: on a batch. reward: on one row, its parameters named after
+    columns, or `prompt` and `response` for their texts; it returns a number."""
+    reads: tuple[str, ...] = ()
+    """Columns a function reads; a plugin knows its own."""
+    writes: tuple[str, ...] = ()
+    """Columns a function writes."""
+    whole_groups: bool = False
+    """Whether a function needs all rows of a prompt group at once."""
+    partitions: tuple[Literal["train", "eval"], ...] = ()
+    """Rows a function works on; default: train and eval for a reward, else train."""
+    workers: int = Field(1, ge=1)
+    """Threads or processes that share the work."""
+    rows: int = Field(64, ge=1)
+    """Most rows of one call; a whole group may exceed it."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> StageConfig:
+        if bool(self.plugin) == bool(self.function):
+            raise ValueError("a stage has either `plugin` or `function`, exactly one of them")
+        if self.function and self.kind == "columns" and not self.writes:
+            raise ValueError("a stage by `function` says what it `reads` and `writes`")
+        return self
+
+
+class WorkflowConfig(Section):
+    """Steps, batches and how far rollout may run ahead."""
+
+    preset: Literal["sequential", "async"] = "async"
+    """sequential: rollout and training take turns. async: they overlap within `max_staleness`."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Most completed steps between the oldest token of a trained row and the step that trains it.
+    Default: 0 for sequential, 1 for async."""
+    steps: int = Field(ge=1)
+    """Global batches to train."""
+    groups_per_step: int = Field(ge=1)
+    """Prompt groups of one global batch."""
+    group_size: int = Field(ge=1)
+    """Samples of one prompt."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates of one step, each on an equal share of its groups."""
+
+    @property
+    def bound(self) -> int:
+        """`max_staleness`, or the preset's own."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return 0 if self.preset == "sequential" else 1
+
+    @model_validator(mode="after")
+    def _divides(self) -> WorkflowConfig:
+        if self.groups_per_step % self.updates_per_step:
+            raise ValueError(
+                f"groups_per_step {self.groups_per_step} does not divide into updates_per_step "
+                f"{self.updates_per_step} equal shares; use a multiple of it"
+            )
+        if self.preset == "sequential" and self.bound:
+            raise ValueError(
+                f"the sequential preset trains at staleness 0, max_staleness is {self.bound}; "
+                f"leave it out, or use preset async"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    """Held-out prompts, answered with the weights before the first and after the last step."""
+
+    samples: int = Field(4, ge=1)
+    """Responses a prompt."""
+    limit: int = Field(1024, ge=1)
+    """Most prompts."""
+    success: float = 1.0
+    """Least reward that counts as right."""
+
+
+class RunConfig(Section):
+    """One run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder of the run inside `out`."""
+    out: str = "runs"
+    """Folder of runs, relative to where the command is started."""
+    seed: int = Field(0, ge=0)
+    """Seeds prompts and sampling."""
+    model: InputPath | None = None
+    """Model directory; given to every plugin whose options have a `model` left out."""
+    tokenizer: PartConfig = PartConfig(plugin="huggingface")
+    """Text to ids, for prompts and rewards."""
+    prompts: PartConfig
+    """Where prompts come from."""
+    rollout: RolloutConfig
+    """The engine that generates."""
+    trainer: TrainerConfig
+    """The engine that trains."""
+    loss: PartConfig
+    """What the trainer minimises."""
+    stages: dict[str, StageConfig]
+    """Rewards, advantages and whatever else lies between rollout and trainer, by name."""
+    workflow: WorkflowConfig
+    """Steps, batches, staleness."""
+    evaluation: EvaluationConfig | None = EvaluationConfig()
+    """Held-out evaluation; null for none."""
+    data_store: PartConfig = PartConfig(plugin="memory")
+    """The table through which samples stream."""
+    weight_sync: PartConfig = PartConfig(plugin="host")
+    """How weights travel from trainer to rollout."""
+    launcher: PartConfig = PartConfig(plugin="local")
+    """How processes are started."""
+
+    @model_validator(mode="after")
+    def _staleness_allows_switch(self) -> RunConfig:
+        if self.workflow.bound == 0 and self.rollout.switch_mode in ("in_flight", "abort_resume"):
+            raise ValueError(
+                f"rollout.switch_mode {self.rollout.switch_mode} mixes versions within a response, "
+                f"which max_staleness 0 forbids; use drain or auto, or max_staleness >= 1"
+            )
+        reserved = {"rollout", "train", "record"} & set(self.stages)
+        if reserved:
+            raise ValueError(f"stage names {sorted(reserved)} are taken by the flow's own tasks")
+        return self

@@ -1,0 +1,219 @@
+"""From YAML, overrides and Python values to a `RunConfig`, with every fault and its place.
+
+Defaults < file < overrides. A fault reads `config.yaml:12: workflow.max_stalenes: unknown key; did
+you mean 'max_staleness'?`; all faults of one source come at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from asyncflow_core.config import RunConfig
+from asyncflow_core.errors import ConfigError
+
+__all__ = ["ConfigSource", "dump_yaml", "parse_override"]
+
+Path_ = tuple[str | int, ...]
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class ConfigSource:
+    """What was written, and where: a tree of plain values with a place for each path."""
+
+    def __init__(self, tree: dict[str, Any], places: Mapping[Path_, str], base_dir: Path) -> None:
+        """Keep a parsed tree; use the class methods to make one."""
+        self.tree = tree
+        self.base_dir = base_dir
+        self._places = dict(places)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ConfigSource:
+        """Read one YAML file.
+
+        Raises:
+            ConfigError: the file is missing, is not YAML (with the line), or is not a mapping.
+        """
+        file = Path(path)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"cannot read the configuration {str(file)!r}: {reason}") from error
+        try:
+            tree = YAML(typ="rt").load(text)
+        except YAMLError as error:
+            raise ConfigError(_yaml_fault(file, error)) from error
+        if not isinstance(tree, CommentedMap):
+            raise ConfigError(f"{file}:1: a configuration is a mapping of sections, got {tree!r}")
+        places: dict[Path_, str] = {}
+        _collect_places(tree, (), str(file), places)
+        return cls(_plain(tree), places, file.resolve().parent)
+
+    @classmethod
+    def from_values(cls, tree: Mapping[str, Any], *, base_dir: Path | None = None) -> ConfigSource:
+        """Use values built in Python."""
+        return cls(dict(tree), {}, base_dir or Path.cwd())
+
+    def override(self, path: str, value: Any) -> None:
+        """Set one value by its dotted path, as `workflow.max_staleness`."""
+        keys: Path_ = tuple(path.split("."))
+        node: Any = self.tree
+        for depth, key in enumerate(keys[:-1]):
+            child = node.get(key)
+            if child is None:
+                child = node[key] = {}
+            if not isinstance(child, dict):
+                place = ".".join(str(k) for k in keys[: depth + 1])
+                raise ConfigError(f"override {path}: {place} is {child!r}, it has no keys")
+            node = child
+        node[keys[-1]] = value
+        for known in [p for p in self._places if p[: len(keys)] == keys]:
+            del self._places[known]
+        self._places[keys] = "override"
+
+    def place(self, path: Path_) -> str:
+        """Where the nearest written ancestor of a path stands; empty when built in Python."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self._places:
+                return self._places[path[:end]]
+        return self._places.get((), "")
+
+    def fault(self, path: Path_, message: str) -> str:
+        """One fault as text: place, path, what is wrong."""
+        place, dotted = self.place(path), ".".join(str(key) for key in path)
+        return ": ".join(part for part in (place, dotted, message) if part)
+
+    def build(self) -> RunConfig:
+        """Validate the whole tree.
+
+        Raises:
+            ConfigError: with every fault.
+        """
+        config, faults = self.validate(RunConfig, self.tree)
+        if faults or config is None:
+            raise ConfigError(faults)
+        return config
+
+    def validate(
+        self, model: type[_Model], values: Any, at: Path_ = ()
+    ) -> tuple[_Model | None, list[str]]:
+        """Validate a subtree that stands at the path `at`; the model, or the faults."""
+        try:
+            return model.model_validate(values, context={"base_dir": self.base_dir}), []
+        except ValidationError as error:
+            return None, [
+                self.fault((*at, *_shown(detail["loc"])), _message(model, detail))
+                for detail in error.errors(include_url=False)
+            ]
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `a.b=value`; the value is YAML, so `1`, `true`, `[0, 1]` and `null` are what they seem.
+
+    Raises:
+        ConfigError: no `=`, an empty path, or a value that is not YAML.
+    """
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip(".") or ".." in f".{path}.":
+        raise ConfigError(f"override {text!r} is not of the form section.key=value")
+    try:
+        return path, _plain(YAML(typ="safe").load(value))
+    except YAMLError as error:
+        raise ConfigError(f"override {text!r}: the value is not YAML; quote it") from error
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Plain values as YAML, keys in their order."""
+    yaml = YAML(typ="safe")
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    buffer = io.StringIO()
+    yaml.dump(dict(values), buffer)
+    return buffer.getvalue()
+
+
+def _yaml_fault(file: Path, error: YAMLError) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        problem = (error.problem or "not YAML").replace("\n", " ")
+        return f"{file}:{error.problem_mark.line + 1}: {problem}"
+    return f"{file}: not YAML: {error}"
+
+
+def _collect_places(node: Any, path: Path_, file: str, places: dict[Path_, str]) -> None:
+    if isinstance(node, CommentedMap):
+        children: list[tuple[str | int, int, Any]] = [
+            (key, node.lc.key(key)[0], value) for key, value in node.items()
+        ]
+    elif isinstance(node, CommentedSeq):
+        children = [(i, node.lc.item(i)[0], value) for i, value in enumerate(node)]
+    else:
+        return
+    for key, line, value in children:
+        places[(*path, key)] = f"{file}:{line + 1}"
+        _collect_places(value, (*path, key), file, places)
+    if not path:
+        places[()] = file
+
+
+def _plain(node: Any) -> Any:
+    """YAML nodes as plain dict, list and scalars; `1e-3` counts as a number, as people mean it."""
+    if isinstance(node, Mapping):
+        return {key: _plain(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_plain(value) for value in node]
+    for base in (bool, int, float, str):
+        if isinstance(node, base):
+            return base(node)
+    return node
+
+
+def _shown(loc: tuple[str | int, ...]) -> Path_:
+    """A pydantic location without the names of union members."""
+    return tuple(key for key in loc if not (isinstance(key, str) and key.startswith("function-")))
+
+
+def _message(model: type[BaseModel], detail: Any) -> str:
+    kind, loc, value = detail["type"], detail["loc"], detail.get("input")
+    if kind == "extra_forbidden":
+        return _unknown_key(model, loc)
+    if kind == "missing":
+        return "required, and missing"
+    message = detail["msg"].removeprefix("Value error, ")
+    if kind == "value_error":
+        return str(message)
+    return f"{message[0].lower()}{message[1:]}, got {value!r}"
+
+
+def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
+    parent = _model_at(model, loc[:-1])
+    fields = list(parent.model_fields) if parent else []
+    near = difflib.get_close_matches(str(loc[-1]), fields, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"keys here are {', '.join(sorted(fields))}"
+    return f"unknown key; {hint}"
+
+
+def _model_at(model: Any, loc: tuple[str | int, ...]) -> type[BaseModel] | None:
+    for key in loc:
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            found = model.model_fields.get(str(key))
+            model = found.annotation if found else None
+        else:  # inside a dict or a list: the key is the user's own
+            arguments = [a for a in get_args(model) if isinstance(a, type)]
+            model = arguments[-1] if arguments else None
+        members = [a for a in get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if members and not _is_container(model):
+            model = members[0]
+    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
+
+
+def _is_container(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) in (dict, list, tuple)

@@ -1,0 +1,132 @@
+"""What the controller asks of the processes of a run: the interfaces that cross the wire.
+
+A rollout process answers `RolloutControl`, the first rank of a trainer `TrainerControl`, every
+further rank `RankControl`, a stage's process `StageControl`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncflow_core.batch import BatchRef
+from asyncflow_core.services.rollout import RolloutStats, StagedWeights, SwitchMode
+from asyncflow_core.services.trainer import ForwardBackwardInfo, LossSpec, UpdateInfo
+from asyncflow_core.services.weight_sync import PublishedWeights
+
+__all__ = [
+    "RankControl",
+    "RolloutControl",
+    "StageControl",
+    "StepReport",
+    "TrainerControl",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One trained global batch.
+
+    Attributes:
+        version: completed steps, this one included.
+        rows, groups, tokens: trained in it; tokens include prompts.
+        updates: optimizer updates since the first, this step's included.
+        staleness_sum, staleness_max: over rows, in versions.
+        staleness_updates_max: over rows, in optimizer updates.
+        wait_s: seconds waiting for rows. busy_s: inside the trainer. commit_s: acknowledging.
+        metrics: name to (sum, weight).
+    """
+
+    version: int
+    rows: int
+    groups: int
+    tokens: int
+    updates: int
+    staleness_sum: int
+    staleness_max: int
+    staleness_updates_max: int
+    wait_s: float
+    busy_s: float
+    commit_s: float
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class StageControl(ABC):
+    """A process that works on a task of the store."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Register the task and begin to pull; returns when the task is registered."""
+
+
+class RolloutControl(StageControl):
+    """A rollout replica with its worker."""
+
+    @abstractmethod
+    async def stage(self, published: PublishedWeights) -> StagedWeights:
+        """Fetch a version and stage it beside the one that serves."""
+
+    @abstractmethod
+    async def commit(self, version: int, mode: SwitchMode) -> None:
+        """Let the staged version serve; the worker leases with it from then on."""
+
+    @abstractmethod
+    async def stats(self) -> RolloutStats:
+        """Load and work of the replica."""
+
+
+class TrainerControl(StageControl):
+    """The first rank of a trainer, which leases for all and repeats every call to all."""
+
+    @abstractmethod
+    async def publish(self, version: int, life: int) -> PublishedWeights:
+        """Export the weights as they are and make them fetchable as `version`."""
+
+    @abstractmethod
+    async def step(self, version: int) -> StepReport:
+        """Train global batch `version`: the step from `version` to `version + 1`."""
+
+    @abstractmethod
+    async def retire(self, version: int) -> None:
+        """No replica will fetch this version again."""
+
+    @abstractmethod
+    async def save_model(self, path: str) -> bool:
+        """Write a Hugging Face model directory; False if the trainer cannot."""
+
+
+class RankControl(ABC):
+    """One rank of a trainer. `order` numbers the calls: all ranks get the same, in one order."""
+
+    @abstractmethod
+    async def forward_backward(
+        self,
+        order: int,
+        rows: Sequence[BatchRef],
+        columns: Sequence[str],
+        loss: LossSpec,
+        *,
+        last: bool,
+    ) -> ForwardBackwardInfo:
+        """Read this rank's rows itself and add their gradient; no rows is an empty micro-batch."""
+
+    @abstractmethod
+    async def optim_step(self, order: int) -> UpdateInfo:
+        """Update."""
+
+    @abstractmethod
+    async def zero_grad(self, order: int) -> None:
+        """Throw collected gradients away."""
+
+    @abstractmethod
+    async def export(self, order: int, version: int) -> int:
+        """Take part in an export whose buckets another rank yields; returns the bytes seen here."""
+
+    @abstractmethod
+    async def save(self, order: int, path: str) -> None:
+        """Take part in a checkpoint."""
+
+    @abstractmethod
+    async def load(self, order: int, path: str) -> None:
+        """Take part in loading one."""

@@ -1,0 +1,189 @@
+"""Making the ranks of an SPMD trainer one service.
+
+Rank 0 receives each call once and repeats it to all ranks in one order; each rank reads its rows
+itself, by reference. A rank that fails fails the call on all, by number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from asyncflow_core.batch import Batch, BatchRef
+from asyncflow_core.errors import InvariantError, ServiceError
+from asyncflow_core.flow.control import RankControl
+from asyncflow_core.metrics import Means
+from asyncflow_core.services.data_store import DataStore
+from asyncflow_core.services.trainer import ForwardBackwardInfo, LossSpec, Trainer, UpdateInfo
+
+__all__ = ["Ranks", "TrainerRank"]
+
+T = TypeVar("T")
+
+
+class TrainerRank(RankControl):
+    """One rank: its trainer, and its own way to the store."""
+
+    def __init__(self, trainer: Trainer, store: DataStore) -> None:
+        """Wrap an opened trainer and an opened store."""
+        self._trainer = trainer
+        self._store = store
+        self._order = 0
+
+    async def forward_backward(
+        self,
+        order: int,
+        rows: Sequence[BatchRef],
+        columns: Sequence[str],
+        loss: LossSpec,
+        *,
+        last: bool,
+    ) -> ForwardBackwardInfo:
+        """Read the rows, add their gradient."""
+        self.in_order(order)
+        parts = [await self._store.read(ref, columns) for ref in rows]
+        batch = Batch.concat(parts) if parts else Batch({}, rows=0)
+        return await self._trainer.forward_backward(batch, loss, last=last)
+
+    async def optim_step(self, order: int) -> UpdateInfo:
+        """Update."""
+        self.in_order(order)
+        return await self._trainer.optim_step()
+
+    async def zero_grad(self, order: int) -> None:
+        """Throw collected gradients away."""
+        self.in_order(order)
+        await self._trainer.zero_grad()
+
+    async def export(self, order: int, version: int) -> int:
+        """Run the export; the collective work in it is what the other ranks need."""
+        self.in_order(order)
+        nbytes = 0
+        async for bucket in self._trainer.export_weights(version):
+            nbytes += bucket.data.nbytes
+        return nbytes
+
+    async def save(self, order: int, path: str) -> None:
+        """Take part in a checkpoint."""
+        self.in_order(order)
+        await self._trainer.save(path)
+
+    async def load(self, order: int, path: str) -> None:
+        """Take part in loading one."""
+        self.in_order(order)
+        await self._trainer.load(path)
+
+    def in_order(self, order: int) -> None:
+        """Count one call; `InvariantError` if it is not the next one."""
+        if order != self._order:
+            raise InvariantError(f"this rank expects call {self._order}, got call {order}")
+        self._order += 1
+
+
+class Ranks:
+    """All ranks as one. Calls are made one after another."""
+
+    def __init__(self, first: TrainerRank, others: Sequence[RankControl] = ()) -> None:
+        """Take rank 0, which lives here, and the others in their order."""
+        self._first = first
+        self._ranks: tuple[RankControl, ...] = (first, *others)
+        self._order = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self._ranks)
+
+    async def forward_backward(
+        self,
+        rows: Sequence[Sequence[BatchRef]],
+        columns: Sequence[str],
+        loss: LossSpec,
+        *,
+        last: bool,
+    ) -> ForwardBackwardInfo:
+        """One micro-batch on each rank, `rows[rank]` on rank `rank`; the sums over all."""
+        infos = await self._all(
+            "forward_backward",
+            lambda rank, order, number: rank.forward_backward(
+                order, rows[number], columns, loss, last=last
+            ),
+        )
+        means = Means()
+        for info in infos:
+            means.add(info.metrics)
+        return ForwardBackwardInfo(
+            loss_sum=sum(info.loss_sum for info in infos),
+            weight=sum(info.weight for info in infos),
+            tokens=sum(info.tokens for info in infos),
+            rows=sum(info.rows for info in infos),
+            metrics=means.pairs(),
+        )
+
+    async def optim_step(self) -> UpdateInfo:
+        """The same update on all ranks."""
+        infos = await self._all("optim_step", lambda rank, order, _: rank.optim_step(order))
+        if len({(info.updates, info.weight) for info in infos}) > 1:
+            raise InvariantError(f"the trainer's ranks made different updates: {list(infos)}")
+        return infos[0]
+
+    async def zero_grad(self) -> None:
+        """Throw collected gradients away on all ranks."""
+        await self._all("zero_grad", lambda rank, order, _: rank.zero_grad(order))
+
+    async def save(self, path: str) -> None:
+        """A checkpoint by all ranks."""
+        await self._all("save", lambda rank, order, _: rank.save(order, path))
+
+    async def load(self, path: str) -> None:
+        """Load a checkpoint on all ranks."""
+        await self._all("load", lambda rank, order, _: rank.load(order, path))
+
+    async def export(self, version: int, first: Callable[[], Awaitable[T]]) -> T:
+        """Export on all ranks; rank 0's part is `first`, which keeps its buckets."""
+        order = self._next()
+        self._first.in_order(order)
+        calls: list[Awaitable[Any]] = [_named(0, "export_weights", self.world_size, first())]
+        for number, rank in enumerate(self._ranks[1:], 1):
+            call = rank.export(order, version)
+            calls.append(_named(number, "export_weights", self.world_size, call))
+        result: T = (await _together(calls))[0]
+        return result
+
+    async def _all(
+        self, name: str, call: Callable[[RankControl, int, int], Awaitable[T]]
+    ) -> list[T]:
+        order = self._next()
+        return await _together(
+            [
+                _named(number, name, self.world_size, call(rank, order, number))
+                for number, rank in enumerate(self._ranks)
+            ]
+        )
+
+    def _next(self) -> int:
+        order, self._order = self._order, self._order + 1
+        return order
+
+
+async def _named(number: int, name: str, world_size: int, call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except Exception as error:
+        if world_size == 1:
+            raise
+        raise ServiceError(
+            f"trainer rank {number} of {world_size} failed in {name}: {error}",
+            service=f"trainer-{number}",
+        ) from error
+
+
+async def _together(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """All results; the first failure at once, since the others may wait for the failed rank."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,249 @@
+"""`Flow`, the user's object: from a file or from Python to steps and a trained model."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncflow_core.config import RolloutConfig, RunConfig, StageConfig, TrainerConfig
+from asyncflow_core.config_source import ConfigSource
+from asyncflow_core.errors import ConfigError, ServiceClosedError
+from asyncflow_core.flow.controller import Controller
+from asyncflow_core.flow.plan import Plan, make_plan
+from asyncflow_core.flow.record import RunFolder
+from asyncflow_core.flow.results import StepResult, Summary
+from asyncflow_core.registry import Registry
+
+__all__ = ["Flow", "Use", "reward", "stage", "use"]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A plugin by name with what is said about it; made by `use`, `stage` and `reward`."""
+
+    plugin: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def section(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """As a configuration section: known fields of the section, everything else an option."""
+        known = {key: value for key, value in self.values.items() if key in fields}
+        options = {key: value for key, value in self.values.items() if key not in fields}
+        if options:
+            known["options"] = {**known.get("options", {}), **options}
+        return {"plugin": self.plugin, **known} if self.plugin else known
+
+
+def use(plugin: str, **values: Any) -> Use:
+    """Choose a plugin: `use("hzp", lr=5e-4, world_size=2)`.
+
+    Args:
+        plugin: its name.
+        values: fields of the section (replicas, world_size, sampling, devices, ...) and options of
+            the plugin, side by side.
+    """
+    return Use(plugin, values)
+
+
+def stage(
+    function: str | Callable[..., Any],
+    *,
+    reads: Sequence[str],
+    writes: Sequence[str],
+    whole_groups: bool = False,
+    partitions: Sequence[str] = ("train",),
+    workers: int = 1,
+    rows: int = 64,
+) -> Use:
+    """A stage from a function `f(batch) -> {column: values}`.
+
+    A function runs on worker threads of this process; by `module:name` it runs in processes.
+    """
+    return Use(
+        "",
+        {
+            "function": function,
+            "kind": "columns",
+            "reads": tuple(reads),
+            "writes": tuple(writes),
+            "whole_groups": whole_groups,
+            "partitions": tuple(partitions),
+            "workers": workers,
+            "rows": rows,
+        },
+    )
+
+
+def reward(function: str | Callable[..., Any], *, workers: int = 1, rows: int = 64) -> Use:
+    """A reward from a function of one row, as `f(response, answer) -> float`.
+
+    Its parameters are `prompt` and `response` (texts) or names of columns.
+    """
+    return Use("", {"function": function, "kind": "reward", "workers": workers, "rows": rows})
+
+
+class Flow:
+    """A run that is checked and can be started, once.
+
+    Raises:
+        ConfigError: on construction, with every fault that was found; nothing was started.
+    """
+
+    def __init__(self, *, registry: Registry | None = None, **sections: Any) -> None:
+        """Build from sections, as in a configuration file; a plugin is chosen with `use`.
+
+        Args:
+            registry: plugins to use; default: the installed ones.
+            sections: fields of `RunConfig`; a section is a `Use` or a mapping.
+        """
+        self._start(ConfigSource.from_values(_tree(sections)), registry)
+
+    @classmethod
+    def from_config(
+        cls,
+        path: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        registry: Registry | None = None,
+    ) -> Flow:
+        """Read a YAML file.
+
+        Args:
+            path: of the file.
+            overrides: dotted path to value, as `{"workflow.max_staleness": 1}`.
+            registry: plugins to use; default: the installed ones.
+        """
+        source = ConfigSource.from_file(path)
+        for key, value in (overrides or {}).items():
+            source.override(key, value)
+        flow = cls.__new__(cls)
+        flow._start(source, registry)
+        return flow
+
+    def _start(self, source: ConfigSource, registry: Registry | None) -> None:
+        self._plan = make_plan(source, registry or Registry())
+        self._summary: Summary | None = None
+        self._folder: RunFolder | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration."""
+        return self._plan.config
+
+    @property
+    def plan(self) -> Plan:
+        """What was checked: plugins, options, tasks."""
+        return self._plan
+
+    @property
+    def folder(self) -> Path:
+        """`runs/<name>`, once started."""
+        if self._folder is None:
+            raise ServiceClosedError("the flow has not been started; call run() or stream()")
+        return self._folder.path
+
+    @property
+    def summary(self) -> Summary:
+        """The finished run."""
+        if self._summary is None:
+            raise ServiceClosedError("the flow has no summary before its last step is done")
+        return self._summary
+
+    async def stream(self) -> AsyncIterator[StepResult]:
+        """Run on the caller's event loop; yields each step. Leaving the loop early ends the run."""
+        results: asyncio.Queue[StepResult | None] = asyncio.Queue()
+        running = asyncio.create_task(self._run(results.put_nowait))
+        running.add_done_callback(lambda _: results.put_nowait(None))
+        try:
+            while (result := await results.get()) is not None:
+                yield result
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    def run(self) -> Iterator[StepResult]:
+        """Run on a thread of its own; yields each step. Leaving the loop early ends the run."""
+        results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
+        thread = _RunThread(lambda: self._run(results.put), lambda: results.put(None))
+        thread.start()
+        try:
+            while (result := results.get()) is not None:
+                yield result
+            thread.join()
+        finally:
+            thread.end()
+        if thread.failure is not None:
+            raise thread.failure
+
+    async def _run(self, on_step: Callable[[StepResult], None]) -> None:
+        if self._folder is not None:
+            raise ServiceClosedError("a flow runs once; make another one to run again")
+        self._folder = RunFolder(self._plan.config)
+        self._summary = await Controller(self._plan, self._folder).run(on_step)
+
+
+class _RunThread(threading.Thread):
+    """A coroutine on an event loop of its own, so that the caller may block between steps."""
+
+    def __init__(self, main: Callable[[], Any], done: Callable[[], None]) -> None:
+        super().__init__(name="asyncflow", daemon=True)
+        self._main = main
+        self._done = done
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        """The thread's body."""
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._keep())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as failure:  # noqa: BLE001 - raised again by the caller's thread
+            self.failure = failure
+        finally:
+            self._done()
+
+    def end(self) -> None:
+        """Cancel what runs and wait until everything it started is gone."""
+        if self.is_alive():
+            self._loop.call_soon_threadsafe(self._cancel)
+            self.join()
+
+    async def _keep(self) -> None:
+        self._task = asyncio.ensure_future(self._main())
+        await self._task
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "rollout": RolloutConfig.model_fields,
+    "trainer": TrainerConfig.model_fields,
+}
+
+
+def _tree(sections: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in sections.items():
+        if name == "stages":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"stages is a mapping of name to stage, got {value!r}")
+            tree[name] = {
+                key: _section(made, StageConfig.model_fields) for key, made in value.items()
+            }
+        else:
+            tree[name] = _section(value, _FIELDS.get(name, {"options": None}))
+    return tree
+
+
+def _section(value: Any, fields: Mapping[str, Any]) -> Any:
+    return value.section(fields) if isinstance(value, Use) else value

@@ -1,0 +1,275 @@
+"""What lives in a service's process: the service, its worker, and what answers the controller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from asyncflow_core.config import PartConfig
+from asyncflow_core.errors import ConfigError, ServiceClosedError
+from asyncflow_core.flow.control import (
+    RankControl,
+    RolloutControl,
+    StageControl,
+    TrainerControl,
+)
+from asyncflow_core.flow.fanout import Ranks, TrainerRank
+from asyncflow_core.flow.launch import (
+    ProcessSpec,
+    RankRole,
+    RolloutRole,
+    StageRole,
+    TaskConfig,
+    TrainerRole,
+)
+from asyncflow_core.flow.stages import function_contract, make_stage, plugin_contract
+from asyncflow_core.flow.train import TrainSettings, TrainWorker
+from asyncflow_core.flow.work import rollout_work, stage_work
+from asyncflow_core.flow.worker import Worker
+from asyncflow_core.parts import PartContext, Tokenizer
+from asyncflow_core.registry import Registry
+from asyncflow_core.services.base import Service
+from asyncflow_core.services.data_store import DataStore, Order, TaskSpec
+from asyncflow_core.services.rollout import (
+    Rollout,
+    RolloutStats,
+    SamplingParams,
+    StagedWeights,
+    SwitchMode,
+)
+from asyncflow_core.services.trainer import LossSpec
+from asyncflow_core.services.weight_sync import PublishedWeights, WeightSync
+
+__all__ = ["CONTROLS", "Connect", "Host", "build_part"]
+
+Connect = Callable[[str, str], Awaitable[RankControl]]
+"""From an address and a name to a rank."""
+
+CONTROLS: dict[str, type[Any]] = {
+    "rollout": RolloutControl,
+    "trainer": TrainerControl,
+    "rank": RankControl,
+    "stage": StageControl,
+}
+"""What a process of each role answers."""
+
+
+def build_part(registry: Registry, kind: str, part: PartConfig, ctx: PartContext) -> Any:
+    """Build what a plugin offers; its options were validated when the run was planned."""
+    plugin = registry.get(kind, part.plugin)
+    return plugin.factory(plugin.parse_options(part.options), ctx)
+
+
+def task_spec(task: TaskConfig) -> TaskSpec:
+    """The store's form of a task."""
+    return TaskSpec(
+        task.name, task.reads, task.writes, task.whole_groups, task.partitions, Order(task.order)
+    )
+
+
+class Host:
+    """One process's contents: `control` answers, `failed` ends when the worker does."""
+
+    def __init__(
+        self, spec: ProcessSpec, store: DataStore | None, registry: Registry, connect: Connect
+    ) -> None:
+        """Keep the arguments; `open` builds. `connect` finds a trainer's further ranks."""
+        self._spec = spec
+        self._connect = connect
+        self._maybe_store = store
+        self._registry = registry
+        self._stack = AsyncExitStack()
+        self.control: Any = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._worker: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Build and open everything; what opened is closed again if something fails."""
+        role = self._spec.role
+        try:
+            if isinstance(role, RolloutRole):
+                self.control = await self._open_rollout(role)
+            elif isinstance(role, TrainerRole):
+                self.control = await self._open_trainer(role)
+            elif isinstance(role, RankRole):
+                self.control = TrainerRank(await self._open_service(), self._store)
+            elif isinstance(role, StageRole):
+                self.control = await self._open_stage(role)
+            else:
+                self.control = await self._open_service()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Stop the worker, close every service."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        if not self.failed.done():
+            self.failed.cancel()
+        await self._stack.aclose()
+
+    def run(self, worker: Worker) -> None:
+        """Let a worker pull in the background."""
+        self._worker = asyncio.create_task(worker.run(), name=f"{self._spec.name} worker")
+        self._worker.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self.failed.done():
+            return
+        self.failed.set_exception(task.exception() or ServiceClosedError("the worker ended"))
+
+    @property
+    def _store(self) -> DataStore:
+        if self._maybe_store is None:
+            raise ConfigError(f"process {self._spec.name!r} needs the address of a data store")
+        return self._maybe_store
+
+    def _context(self, tokenizer: Tokenizer | None = None) -> PartContext:
+        spec = self._spec
+        return PartContext(
+            name=spec.name,
+            seed=spec.seed,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            run_dir=Path(spec.run_dir),
+            tokenizer=tokenizer or self._tokenizer(),
+            registry=self._registry,
+        )
+
+    def _tokenizer(self) -> Tokenizer | None:
+        if self._spec.tokenizer is None:
+            return None
+        made: Tokenizer = build_part(
+            self._registry, "tokenizer", self._spec.tokenizer, PartContext(registry=self._registry)
+        )
+        return made
+
+    async def _open_service(self) -> Any:
+        part = PartConfig(plugin=self._spec.plugin, options=self._spec.options)
+        service: Service = build_part(self._registry, self._spec.kind, part, self._context())
+        return await self._stack.enter_async_context(service)
+
+    async def _open_weight_sync(self, part: PartConfig) -> WeightSync:
+        made: WeightSync = build_part(self._registry, "weight_sync", part, self._context())
+        return await self._stack.enter_async_context(made)
+
+    async def _open_rollout(self, role: RolloutRole) -> RolloutControl:
+        weight_sync = await self._open_weight_sync(role.weight_sync)
+        service = await self._open_service()
+        return RolloutReplica(self, self._spec, role, service, weight_sync, self._store)
+
+    async def _open_trainer(self, role: TrainerRole) -> TrainerControl:
+        weight_sync = await self._open_weight_sync(role.weight_sync)
+        trainer = await self._open_service()
+        others = [
+            await self._connect(address, f"trainer-{number}")
+            for number, address in enumerate(role.ranks, 1)
+        ]
+        ranks = Ranks(TrainerRank(trainer, self._store), others)
+        settings = TrainSettings(
+            task=task_spec(role.task),
+            loss=LossSpec(role.loss.plugin, role.loss.options),
+            groups_per_step=role.groups_per_step,
+            group_size=role.group_size,
+            updates_per_step=role.updates_per_step,
+            max_staleness=role.max_staleness,
+            micro_batch_tokens=role.micro_batch_tokens,
+            whole_batch=role.whole_batch,
+        )
+        return TrainWorker(self._store, trainer, ranks, weight_sync, settings)
+
+    async def _open_stage(self, role: StageRole) -> StageControl:
+        ctx, stage = self._context(), role.stage
+        plugin = self._registry.get("stage", stage.plugin) if stage.plugin else None
+        options = plugin.parse_options(stage.options) if plugin else None
+        contract = plugin_contract(plugin, options) if plugin else function_contract(stage)
+        executor = ThreadPoolExecutor(1, thread_name_prefix=self._spec.name)
+        self._stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+        work = stage_work(make_stage(stage, plugin, options, ctx), contract, ctx.name, executor)
+        worker = Worker(
+            self._store,
+            task_spec(role.task),
+            work,
+            requester=self._spec.name,
+            rows_in_flight=2 * stage.rows,
+            rows_per_lease=stage.rows,
+        )
+        return StageProcess(self, worker)
+
+
+class StageProcess(StageControl):
+    """A stage's worker."""
+
+    def __init__(self, host: Host, worker: Worker) -> None:
+        """Keep the worker; `start` runs it."""
+        self._host = host
+        self._worker = worker
+
+    async def start(self) -> None:
+        """Register, then pull."""
+        await self._worker.register()
+        self._host.run(self._worker)
+
+
+class RolloutReplica(RolloutControl):
+    """A rollout with its worker. It leases only at a version it has confirmed."""
+
+    def __init__(
+        self,
+        host: Host,
+        spec: ProcessSpec,
+        role: RolloutRole,
+        service: Rollout,
+        weight_sync: WeightSync,
+        store: DataStore,
+    ) -> None:
+        """Take opened services."""
+        self._host = host
+        self._service = service
+        self._weight_sync = weight_sync
+        self._name = spec.name
+        self._version: int | None = None
+        sampling = SamplingParams(**role.sampling.model_dump())
+        self._worker = Worker(
+            store,
+            task_spec(role.task),
+            rollout_work(service, sampling, spec.seed),
+            requester=spec.name,
+            rows_in_flight=role.rows_in_flight,
+            version=self._confirmed,
+        )
+        self._pulling = False
+
+    def _confirmed(self) -> int:
+        if self._version is None:
+            raise ServiceClosedError(f"{self._name} has no confirmed version yet")
+        return self._version
+
+    async def start(self) -> None:
+        """Register the task; pulling begins with the first committed version."""
+        await self._worker.register()
+
+    async def stage(self, published: PublishedWeights) -> StagedWeights:
+        """Fetch and stage."""
+        await self._weight_sync.attach(self._name, published)
+        source = await self._weight_sync.fetch(published)
+        return await self._service.stage_weights(source)
+
+    async def commit(self, version: int, mode: SwitchMode) -> None:
+        """Switch; from then on the worker leases with `version`."""
+        await self._service.commit_weights(version, mode)
+        self._version = version
+        if not self._pulling:
+            self._pulling = True
+            self._host.run(self._worker)
+        self._worker.version_changed()
+
+    async def stats(self) -> RolloutStats:
+        """Of the engine."""
+        return await self._service.stats()

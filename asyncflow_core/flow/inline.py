@@ -1,0 +1,88 @@
+"""The `inline` launcher: every service in the run's own process, for debugging and quick tests."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+from asyncflow_core.errors import PeerLostError
+from asyncflow_core.flow.control import RankControl
+from asyncflow_core.flow.host import Host
+from asyncflow_core.flow.launch import Launcher, ProcessSpec, RunningProcess
+from asyncflow_core.flow.local import make_run_dir
+from asyncflow_core.registry import Registry
+from asyncflow_core.services.data_store import DataStore
+
+__all__ = ["InlineLauncher"]
+
+
+class InlineLauncher(Launcher):
+    """Opens hosts on the controller's own event loop; calls are plain calls."""
+
+    def __init__(self, registry: Registry) -> None:
+        """Build services from this registry."""
+        self._registry = registry
+        self._run_dir: Path | None = None
+        self._processes: dict[str, InlineProcess] = {}
+
+    @property
+    def run_dir(self) -> Path:
+        """A private directory; after `open`."""
+        if self._run_dir is None:
+            raise PeerLostError("the launcher is not open")
+        return self._run_dir
+
+    async def open(self) -> None:
+        """Make the directory."""
+        self._run_dir = make_run_dir()
+
+    async def start(self, spec: ProcessSpec, store: DataStore) -> RunningProcess:
+        """Begin to open one host."""
+        process = InlineProcess(spec.name, Host(spec, store, self._registry, self._rank))
+        self._processes[spec.name] = process
+        return process
+
+    async def _rank(self, address: str, name: str) -> RankControl:
+        await self._processes[name].ready()
+        found: RankControl = self._processes[name].control(RankControl)
+        return found
+
+    async def aclose(self) -> None:
+        """Close all hosts, then remove the directory."""
+        for process in self._processes.values():
+            await process.stop()
+        self._processes.clear()
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self._run_dir = None
+
+
+class InlineProcess(RunningProcess):
+    """One host."""
+
+    def __init__(self, name: str, host: Host) -> None:
+        """Start opening the host in the background."""
+        self.name = name
+        self._host = host
+        self._opening = asyncio.create_task(host.open(), name=f"open {name}")
+
+    async def ready(self) -> None:
+        """Wait until it is open; raises what opening raised."""
+        await asyncio.shield(self._opening)
+
+    def control(self, interface: type[Any]) -> Any:
+        """The host's own object."""
+        return self._host.control
+
+    async def ended(self) -> str:
+        """Wait for its worker to fail, and raise what it raised: there is no process to end."""
+        await asyncio.shield(self._host.failed)
+        return f"{self.name} ended"
+
+    async def stop(self) -> None:
+        """Close it."""
+        self._opening.cancel()
+        await asyncio.gather(self._opening, return_exceptions=True)
+        await self._host.aclose()

@@ -1,0 +1,194 @@
+"""Processes of a run: what one is told, and the interface of what starts them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from asyncflow_core.config import PartConfig, SamplingConfig, Section, StageConfig
+from asyncflow_core.services.base import Service
+from asyncflow_core.services.data_store import DataStore
+
+__all__ = [
+    "BareRole",
+    "Launcher",
+    "LauncherCapabilities",
+    "ProcessSpec",
+    "RankRole",
+    "RolloutRole",
+    "RunningProcess",
+    "StageRole",
+    "TaskConfig",
+    "TrainerRole",
+]
+
+
+class TaskConfig(Section):
+    """A `TaskSpec` that can be written down."""
+
+    name: str
+    """Unique among tasks."""
+    reads: tuple[str, ...]
+    """Columns read."""
+    writes: tuple[str, ...] = ()
+    """Columns written."""
+    whole_groups: bool = False
+    """Whether groups are handed out whole."""
+    partitions: tuple[str, ...] = ("train",)
+    """Rows seen."""
+    order: Literal["any", "admitted", "step"] = "any"
+    """What a lease's version means."""
+
+
+class BareRole(Section):
+    """Serve the service itself; whoever connects calls it."""
+
+    role: Literal["bare"] = "bare"
+
+
+class RolloutRole(Section):
+    """Generate what is leased from the store."""
+
+    role: Literal["rollout"] = "rollout"
+    task: TaskConfig
+    """The rollout's task."""
+    sampling: SamplingConfig
+    """How responses are drawn."""
+    rows_in_flight: int
+    """Rows held at a time."""
+    weight_sync: PartConfig
+    """Where weights come from."""
+
+
+class TrainerRole(Section):
+    """Rank 0: lease for all ranks, train steps, publish weights."""
+
+    role: Literal["trainer"] = "trainer"
+    task: TaskConfig
+    """The trainer's task."""
+    loss: PartConfig
+    """What is minimised."""
+    groups_per_step: int
+    """Of one batch."""
+    group_size: int
+    """Rows of a whole group."""
+    updates_per_step: int
+    """Shares of a batch."""
+    max_staleness: int
+    """Bound, in versions."""
+    micro_batch_tokens: int
+    """Of one rank."""
+    whole_batch: bool
+    """Wait for an update's whole share first."""
+    weight_sync: PartConfig
+    """Where weights go."""
+    ranks: tuple[str, ...] = ()
+    """Addresses of the further ranks, in order."""
+
+
+class RankRole(Section):
+    """A further rank of the trainer."""
+
+    role: Literal["rank"] = "rank"
+
+
+class StageRole(Section):
+    """Work on a stage's task."""
+
+    role: Literal["stage"] = "stage"
+    task: TaskConfig
+    """The stage's task."""
+    stage: StageConfig
+    """What runs."""
+
+
+Role = Annotated[
+    BareRole | RolloutRole | TrainerRole | RankRole | StageRole, Field(discriminator="role")
+]
+
+
+class ProcessSpec(Section):
+    """All that a process of a run is told; JSON on its standard input."""
+
+    name: str
+    """In the run: rollout-0, trainer-0, reward-0."""
+    kind: str
+    """Plugin kind, "stage" for a function."""
+    plugin: str = ""
+    """Plugin name."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the plugin, validated before."""
+    role: Role
+    """What the process does with its service."""
+    seed: int = 0
+    """Of the run."""
+    rank: int = 0
+    """Among `world_size`."""
+    world_size: int = 1
+    """Ranks of the service."""
+    run_dir: str
+    """Private to the run, for sockets and shared memory."""
+    address: str
+    """Where the process answers."""
+    token: str = Field(repr=False)
+    """Secret of the run."""
+    store: str = ""
+    """Address of the data store."""
+    tokenizer: PartConfig | None = None
+    """Of the run, for stages that need texts."""
+    python: str
+    """Interpreter."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment beside the launcher's own."""
+    log_path: str = ""
+    """Where its output goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherCapabilities:
+    """What a launcher does.
+
+    Attributes:
+        processes: services get processes of their own; else all live in the run's.
+        locality: how near they are to each other: "process", "host" or "network".
+    """
+
+    processes: bool = True
+    locality: str = "host"
+
+
+class RunningProcess(ABC):
+    """One started process."""
+
+    name: str
+
+    @abstractmethod
+    def control(self, interface: type[Any]) -> Any:
+        """What the process answers, as an instance of `interface`."""
+
+    @abstractmethod
+    async def ready(self) -> None:
+        """Wait until it answers; model loads take as long as they take while it lives."""
+
+    @abstractmethod
+    async def ended(self) -> str:
+        """Wait until it ends by itself; how, with its last log lines."""
+
+
+class Launcher(Service):
+    """Starts processes and ends all of them when it is closed, whatever they do."""
+
+    API_VERSION = 1
+
+    @abstractmethod
+    async def start(self, spec: ProcessSpec, store: DataStore) -> RunningProcess:
+        """Start one; `store` is for launchers without processes of their own."""
+
+    @property
+    @abstractmethod
+    def run_dir(self) -> Path:
+        """The run's private directory."""

@@ -1,0 +1,156 @@
+"""What a run leaves behind: metrics, samples, a summary, in `runs/<name>/`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from asyncflow_core.batch import Batch
+from asyncflow_core.config import RunConfig
+from asyncflow_core.config_source import dump_yaml
+from asyncflow_core.parts import Tokenizer
+from asyncflow_core.services.data_store import RowInfo
+
+__all__ = ["Recorder", "Rewards", "RunFolder"]
+
+
+class RunFolder:
+    """`runs/<name>/`: created fresh; what an earlier run of the name left is moved aside."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Create the folder and write `config.yaml` and `environment.json`."""
+        self.path = (Path(config.out) / config.name).resolve()
+        self.moved_to = _move_aside(self.path)
+        (self.path / "logs").mkdir(parents=True)
+        (self.path / "config.yaml").write_text(
+            dump_yaml(config.model_dump(mode="json")), encoding="utf-8"
+        )
+        self.write_json("environment.json", _environment())
+        self._files: dict[str, TextIO] = {}
+
+    def log_path(self, service: str) -> str:
+        """Where a service's output goes."""
+        return str(self.path / "logs" / f"{service}.log")
+
+    def append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines of JSON to a file."""
+        if name not in self._files:
+            self._files[name] = open(self.path / name, "a", encoding="utf-8")  # noqa: SIM115
+        self._files[name].write("".join(f"{json.dumps(record)}\n" for record in records))
+        self._files[name].flush()
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write one JSON file, whole or not at all."""
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(self.path / name)
+
+    def close(self) -> None:
+        """Close what `append` opened."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def _move_aside(path: Path) -> Path | None:
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def _environment() -> dict[str, Any]:
+    packages = {dist.name: dist.version for dist in metadata.distributions()}
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": dict(sorted(packages.items())),
+    }
+
+
+@dataclass(slots=True)
+class Rewards:
+    """Rewards of one batch or one evaluation."""
+
+    values: list[float] = field(default_factory=list)
+    tokens: int = 0
+    errors: int = 0
+    last_error: str = ""
+
+
+class Recorder:
+    """Sees every rewarded row once, training and evaluation; writes it down and counts it.
+
+    Evaluation rows are told apart by having no batch; the epoch of their key numbers evaluations.
+    """
+
+    def __init__(self, folder: RunFolder, tokenizer: Tokenizer | None) -> None:
+        """Write samples into `folder`; texts only where there is a tokenizer."""
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._changed = asyncio.Event()
+        self.batches: defaultdict[int, Rewards] = defaultdict(Rewards)
+        self.evaluations: defaultdict[int, Rewards] = defaultdict(Rewards)
+
+    def observe(self, rows: Sequence[RowInfo], batch: Batch) -> None:
+        """Take rewarded rows."""
+        records = []
+        errors = batch.get("reward_error")
+        for number, info in enumerate(rows):
+            rewards = (
+                self.evaluations[info.key.epoch] if info.batch is None else self.batches[info.batch]
+            )
+            reward = float(batch["reward"][number])
+            rewards.values.append(reward)
+            rewards.tokens += len(batch["response_ids"][number])
+            error = errors[number] if errors is not None else None
+            if error is not None:
+                rewards.errors += 1
+                rewards.last_error = error
+            records.append(self._record(info, batch, number, reward, error))
+        self._folder.append("samples.jsonl", records)
+        self._changed.set()
+
+    async def wait_batch(self, batch: int, rows: int) -> Rewards:
+        """The rewards of a batch, once `rows` of it were seen; it is then forgotten."""
+        await self._wait(self.batches, batch, rows)
+        return self.batches.pop(batch)
+
+    async def wait_evaluation(self, epoch: int, rows: int) -> Rewards:
+        """The rewards of an evaluation, once `rows` of it were seen."""
+        await self._wait(self.evaluations, epoch, rows)
+        return self.evaluations[epoch]
+
+    async def _wait(self, found: defaultdict[int, Rewards], number: int, rows: int) -> None:
+        while len(found[number].values) < rows:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _record(
+        self, info: RowInfo, batch: Batch, number: int, reward: float, error: str | None
+    ) -> dict[str, Any]:
+        prompt, response = batch["prompt_ids"][number], batch["response_ids"][number]
+        texts = self._tokenizer
+        return {
+            "key": str(info.key),
+            "batch": info.batch,
+            "prompt": texts.decode(prompt) if texts else np.asarray(prompt).tolist(),
+            "response": texts.decode(response) if texts else np.asarray(response).tolist(),
+            "reward": reward,
+            "versions": batch["versions"][number].tolist(),
+            "finish_reason": batch["finish_reason"][number],
+            **({"reward_error": error} if error is not None else {}),
+        }

@@ -1,0 +1,63 @@
+"""What a run tells its user: a result a step, a summary at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["StepResult", "Summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One trained global batch.
+
+    Attributes:
+        version: completed steps, this one included.
+        steps: of the whole run.
+        metrics: name to value; the names are constants of `asyncflow_core.metrics`.
+    """
+
+    version: int
+    steps: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished run, as `summary.json` holds it.
+
+    Attributes:
+        name: of the run. seed: of the run.
+        eval_before, eval_after: share of held-out responses that were right; None without any.
+        steps: completed.
+        wall_s: from the first admitted prompt to the last update, seconds.
+        total_s: of the whole run, processes started and ended, seconds.
+        tokens_per_s: trained tokens, prompts included, over `wall_s`.
+        max_staleness_allowed, max_staleness_trained, mean_staleness_trained: in versions.
+        max_staleness_updates: in optimizer updates.
+        rows_put, rows_trained: training rows. rows_evaluated: held-out rows.
+        rows_dropped_by_reason: reason to rows.
+        reward_errors: rows whose verifier raised.
+        busy_rollout, busy_trainer: share of `wall_s` the engines worked, mean over replicas.
+    """
+
+    name: str
+    seed: int
+    eval_before: float | None
+    eval_after: float | None
+    steps: int
+    wall_s: float
+    total_s: float
+    tokens_per_s: float
+    max_staleness_allowed: int
+    max_staleness_trained: int
+    mean_staleness_trained: float
+    max_staleness_updates: int
+    rows_put: int
+    rows_trained: int
+    rows_evaluated: int
+    reward_errors: int
+    busy_rollout: float
+    busy_trainer: float
+    rows_dropped_by_reason: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,121 @@
+"""A service's process: build what the spec says, answer until told to stop or until the run dies.
+
+The spec comes as one line of JSON on standard input, which stays open: when it ends, the run's own
+process is gone, and this process ends its whole process group and sweeps the run's directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from contextlib import AsyncExitStack
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.control import RankControl
+from asyncflow_core.flow.host import CONTROLS, Host
+from asyncflow_core.flow.launch import BareRole, ProcessSpec
+from asyncflow_core.registry import Registry
+from asyncflow_core.services.data_store import DataStore
+from asyncflow_core.services.rollout import Rollout, SupportsPause
+from asyncflow_core.services.trainer import SupportsModelExport, Trainer
+from asyncflow_core.services.weight_sync import WeightSync
+from asyncflow_core.wire import Client, Server, remote, serve_object, serve_service
+
+__all__ = ["INTERFACES", "SUPPORTS", "serve_from_stdin", "serve_until_stopped"]
+
+_log = logging.getLogger(__name__)
+
+INTERFACES: dict[str, type[Any]] = {
+    "data_store": DataStore,
+    "rollout": Rollout,
+    "trainer": Trainer,
+    "weight_sync": WeightSync,
+}
+"""The interface of each service kind."""
+
+SUPPORTS: dict[str, tuple[type[Any], ...]] = {
+    "rollout": (SupportsPause,),
+    "trainer": (SupportsModelExport,),
+}
+"""What a service of a kind may offer beyond its interface."""
+
+
+def serve_from_stdin() -> int:
+    """Run the process that a launcher started; returns its exit status."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=os.environ.get("ASYNCFLOW_LOG_LEVEL", "INFO"),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        spec = ProcessSpec.model_validate_json(sys.stdin.buffer.readline())
+    except ValidationError as error:
+        raise ConfigError(f"the process spec on standard input is not valid: {error}") from error
+    threading.Thread(target=_end_with_the_run, args=(spec.run_dir,), daemon=True).start()
+    return asyncio.run(_serve(spec))
+
+
+def _end_with_the_run(run_dir: str) -> None:
+    while os.read(0, 1):
+        pass
+    shutil.rmtree(run_dir, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # with whatever an engine started
+    os._exit(1)
+
+
+async def _serve(spec: ProcessSpec) -> int:
+    async with AsyncExitStack() as stack:
+        store = await _connect_store(spec, stack) if spec.store else None
+
+        async def connect(address: str, name: str) -> RankControl:
+            client = Client(address, name=spec.name, token=spec.token, connect_s=600.0)
+            await stack.enter_async_context(client)
+            found: RankControl = remote(RankControl, client, name)
+            return found
+
+        host = Host(spec, store, Registry(), connect)
+        await host.open()
+        stack.push_async_callback(host.aclose)
+        server = Server(spec.address, name=spec.name, token=spec.token)
+        if isinstance(spec.role, BareRole):
+            serve_service(
+                server,
+                spec.name,
+                host.control,
+                INTERFACES[spec.kind],
+                supports=SUPPORTS.get(spec.kind, ()),
+            )
+        else:
+            serve_object(server, spec.name, host.control, interface=CONTROLS[spec.role.role])
+        await stack.enter_async_context(server)
+        _log.info("%s serves %s at %s", spec.name, spec.plugin or spec.kind, server.address)
+        return await serve_until_stopped(host.failed)
+
+
+async def _connect_store(spec: ProcessSpec, stack: AsyncExitStack) -> DataStore:
+    client = Client(spec.store, name=spec.name, token=spec.token)
+    await stack.enter_async_context(client)
+    found: DataStore = remote(DataStore, client, "store")
+    return found
+
+
+async def serve_until_stopped(failed: asyncio.Future[None]) -> int:
+    """Wait for SIGTERM or SIGINT (status 0) or for the worker's failure, which is logged."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    failed.add_done_callback(lambda _: stop.set())
+    await stop.wait()
+    if failed.done() and not failed.cancelled() and failed.exception() is not None:
+        _log.error("the worker failed", exc_info=failed.exception())
+        return 1
+    return 0

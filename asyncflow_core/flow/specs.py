@@ -1,0 +1,131 @@
+"""Which processes a plan needs, and what each is told. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncflow_core.config import PartConfig, ServiceConfig, StageConfig
+from asyncflow_core.flow.launch import (
+    ProcessSpec,
+    RankRole,
+    RolloutRole,
+    StageRole,
+    TaskConfig,
+    TrainerRole,
+)
+from asyncflow_core.flow.plan import Plan
+from asyncflow_core.services.data_store import TaskSpec
+
+__all__ = ["in_processes", "process_specs"]
+
+
+def in_processes(stage: StageConfig) -> bool:
+    """Whether a stage runs in worker processes: a function by `module:name` does."""
+    return isinstance(stage.function, str) and bool(stage.function)
+
+
+def process_specs(
+    plan: Plan, *, run_dir: Path, store: str, token: str, log_dir: Path
+) -> Iterator[ProcessSpec]:
+    """Every process of a run: rollout replicas, trainer ranks, stages by `module:name`.
+
+    Args:
+        plan: the checked configuration.
+        run_dir: for sockets; ipc addresses are made of it.
+        store: address of the data store.
+        token: secret of the run.
+        log_dir: where output goes, a file a process.
+    """
+    config = plan.config
+    weight_sync = _part(plan, "weight_sync")
+
+    def spec(name: str, section: ServiceConfig | None, **fields: Any) -> ProcessSpec:
+        visible = ",".join(map(str, section.devices)) if section else ""
+        return ProcessSpec(
+            name=name,
+            seed=config.seed,
+            run_dir=str(run_dir),
+            address=f"ipc://{run_dir}/{name}.sock",
+            token=token,
+            store=store,
+            tokenizer=_part(plan, "tokenizer"),
+            python=section.python if section else sys.executable,
+            env={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
+            log_path=str(log_dir / f"{name}.log"),
+            **fields,
+        )
+
+    for number in range(config.rollout.replicas):
+        role = RolloutRole(
+            task=_task(plan.tasks["rollout"]),
+            sampling=config.rollout.sampling,
+            rows_in_flight=config.rollout.rows_in_flight,
+            weight_sync=weight_sync,
+        )
+        chosen = _part(plan, "rollout")
+        yield spec(
+            f"rollout-{number}",
+            config.rollout,
+            kind="rollout",
+            plugin=chosen.plugin,
+            options=chosen.options,
+            role=role,
+        )
+    chosen = _part(plan, "trainer")
+    for rank in range(config.trainer.world_size):
+        yield spec(
+            f"trainer-{rank}",
+            config.trainer,
+            kind="trainer",
+            plugin=chosen.plugin,
+            options=chosen.options,
+            rank=rank,
+            world_size=config.trainer.world_size,
+            role=RankRole() if rank else _trainer_role(plan, weight_sync, run_dir),
+        )
+    for name, stage in config.stages.items():
+        if in_processes(stage):
+            for number in range(stage.workers):
+                yield spec(
+                    f"{name}-{number}",
+                    None,
+                    kind="stage",
+                    role=StageRole(task=_task(plan.tasks[name]), stage=stage),
+                )
+
+
+def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> TrainerRole:
+    config, flow = plan.config, plan.config.workflow
+    return TrainerRole(
+        task=_task(plan.tasks["train"]),
+        loss=_part(plan, "loss"),
+        groups_per_step=flow.groups_per_step,
+        group_size=flow.group_size,
+        updates_per_step=flow.updates_per_step,
+        max_staleness=flow.bound,
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        whole_batch=flow.preset == "sequential",
+        weight_sync=weight_sync,
+        ranks=tuple(
+            f"ipc://{run_dir}/trainer-{rank}.sock" for rank in range(1, config.trainer.world_size)
+        ),
+    )
+
+
+def _part(plan: Plan, section: str) -> PartConfig:
+    chosen = plan.chosen[section]
+    return PartConfig(plugin=chosen.plugin.name, options=chosen.dump())
+
+
+def _task(task: TaskSpec) -> TaskConfig:
+    return TaskConfig(
+        name=task.name,
+        reads=task.reads,
+        writes=task.writes,
+        whole_groups=task.whole_groups,
+        partitions=task.partitions,
+        order=task.order.value,
+    )

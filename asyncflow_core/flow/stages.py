@@ -1,0 +1,90 @@
+"""From a stage's configuration to the function that runs and what it reads and writes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from asyncflow_core.config import StageConfig
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.parts import PartContext, Stage, StageContract, row_scorer
+from asyncflow_core.registry import Plugin
+
+__all__ = ["function_contract", "load_function", "make_stage", "plugin_contract"]
+
+_TEXTS = {"prompt": "prompt_ids", "response": "response_ids"}
+
+
+def load_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A function by `module:name`, or itself.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+    """
+    if not isinstance(function, str):
+        return function
+    module_name, colon, name = function.partition(":")
+    if not colon or not name:
+        raise ConfigError(f"function {function!r} is not of the form module:name")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ConfigError(
+            f"function {function!r} cannot be loaded: {type(error).__name__}: {error}; "
+            f"its module must be importable from the folder where the command is started"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"function {function!r} is a {type(found).__name__}, not a function")
+    made: Callable[..., Any] = found
+    return made
+
+
+def function_contract(stage: StageConfig) -> StageContract:
+    """What a stage by function reads and writes; a reward's reads are its parameters.
+
+    Raises:
+        ConfigError: the function cannot be loaded, or a reward takes no usable parameters.
+    """
+    if stage.kind == "columns":
+        partitions = stage.partitions or ("train",)
+        return StageContract(stage.reads, stage.writes, stage.whole_groups, partitions)
+    names = _parameters(load_function(stage.function))
+    reads = tuple(dict.fromkeys([*(_TEXTS.get(n, n) for n in names), *stage.reads]))
+    return StageContract(
+        reads, ("reward", "reward_error"), partitions=stage.partitions or ("train", "eval")
+    )
+
+
+def plugin_contract(plugin: Plugin, options: Any) -> StageContract:
+    """What a plugin declares; `ConfigError` if it declares nothing."""
+    contract = plugin.contract(options) if callable(plugin.contract) else plugin.contract
+    if contract is None:
+        raise ConfigError(f"{plugin.label} of {plugin.distribution} declares no contract")
+    return contract
+
+
+def make_stage(stage: StageConfig, plugin: Plugin | None, options: Any, ctx: PartContext) -> Stage:
+    """Build what runs."""
+    if plugin is not None:
+        made: Stage = plugin.factory(options, ctx)
+        return made
+    function = load_function(stage.function)
+    if stage.kind == "reward":
+        return row_scorer(function, _parameters(function), ctx.tokenizer)
+    return function
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    wrong = [p.name for p in parameters if p.kind not in named]
+    if wrong or not parameters:
+        raise ConfigError(
+            f"a reward's parameters are named after `prompt`, `response` or columns; "
+            f"{getattr(function, '__qualname__', function)!r} takes {wrong or 'none'}"
+        )
+    return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)

@@ -1,0 +1,161 @@
+"""Bringing prompts into the store: training groups as admission allows, evaluation on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from asyncflow_core.batch import Batch, Column, GroupKey
+from asyncflow_core.config import RunConfig
+from asyncflow_core.errors import DataError, ServiceError
+from asyncflow_core.flow.admission import Admission
+from asyncflow_core.parts import PromptRecord, Prompts
+from asyncflow_core.services.data_store import DataStore, DroppedGroup
+
+__all__ = ["EVALUATION", "TRAINING", "Supply"]
+
+_log = logging.getLogger(__name__)
+
+TRAINING, EVALUATION = 0, 1
+"""Prompt sources, as keys number them."""
+
+_TOKEN_BYTES = 32
+"""Bytes one response token may take over all per-token columns."""
+_ROW_BYTES = 1024
+"""Bytes of a row beside its tokens."""
+
+
+class Supply:
+    """Feeds the store.
+
+    Concurrency: `run` is one task; `advance` may be called beside it.
+    """
+
+    def __init__(self, store: DataStore, prompts: Prompts, config: RunConfig) -> None:
+        """Start at version 0, with the first prompt of epoch 0."""
+        self._store = store
+        self._prompts = prompts
+        self._config = config
+        flow = config.workflow
+        self._admission = Admission(
+            groups_per_step=flow.groups_per_step, steps=flow.steps, max_staleness=flow.bound
+        )
+        self._training = self._cycle()
+        self._wake = asyncio.Event()
+        self._wake.set()
+        self._dropped_in_a_row = 0
+        self.rows_put = 0
+        self.rows_evaluated = 0
+
+    def advance(self, version: int) -> None:
+        """A step completed: the next batch may be admitted."""
+        self._admission.advance(version)
+        self._dropped_in_a_row = 0
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Admit whatever may be admitted, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_drops())
+            group.create_task(self._admit())
+
+    async def evaluate(self, epoch: int) -> int:
+        """Put the held-out prompts, as evaluation `epoch`; returns how many rows."""
+        evaluation = self._config.evaluation
+        if evaluation is None:
+            return 0
+        records = []
+        for record in self._prompts.evaluation():
+            records.append(record)
+            if len(records) == evaluation.limit:
+                break
+        keys = [GroupKey(EVALUATION, epoch, number) for number in range(len(records))]
+        await self._put(records, keys, evaluation.samples, None, "eval")
+        rows = len(records) * evaluation.samples
+        self.rows_evaluated += rows
+        return rows
+
+    async def _admit(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            places: dict[int, int] = {}
+            while (batch := self._admission.next()) is not None:
+                places[batch] = places.get(batch, 0) + 1
+            for batch, groups in places.items():
+                drawn = [next(self._training) for _ in range(groups)]
+                size = self._config.workflow.group_size
+                await self._put(
+                    [record for _, record in drawn], [key for key, _ in drawn], size, batch, "train"
+                )
+                self.rows_put += groups * size
+
+    def _cycle(self) -> Iterator[tuple[GroupKey, PromptRecord]]:
+        epoch = 0
+        while True:
+            sequence = -1
+            for sequence, record in enumerate(self._prompts.train(epoch)):
+                yield GroupKey(TRAINING, epoch, sequence), record
+            if sequence < 0:
+                raise DataError(
+                    f"prompts plugin {self._config.prompts.plugin!r} has no training prompts in "
+                    f"epoch {epoch}; check its options and what is held out"
+                )
+            epoch += 1
+
+    async def _put(
+        self,
+        records: Sequence[PromptRecord],
+        keys: Sequence[GroupKey],
+        samples: int,
+        batch: int | None,
+        partition: str,
+    ) -> None:
+        if not records:
+            return
+        columns = {"prompt_ids": Column.ragged([r.prompt_ids for r in records], np.int32)}
+        for name in self._prompts.fields:
+            columns[name] = Column.objects(record.fields[name] for record in records)
+        longest = max(len(record.prompt_ids) for record in records)
+        new_tokens = self._config.rollout.sampling.max_new_tokens
+        await self._store.put(
+            Batch(columns),
+            keys=keys,
+            samples=samples,
+            batch=batch,
+            partition=partition,
+            row_bytes=4 * longest + _TOKEN_BYTES * new_tokens + _ROW_BYTES,
+        )
+
+    async def _watch_drops(self) -> None:
+        seen = 0
+        while True:
+            stats = await self._store.stats(drops_after=seen, wait_s=30.0)
+            for dropped in stats.dropped_groups:
+                seen = dropped.serial
+                self._replace(dropped)
+
+    def _replace(self, dropped: DroppedGroup) -> None:
+        if dropped.batch is None:
+            raise ServiceError(
+                f"held-out prompt {dropped.group.sequence} was dropped ({dropped.reason}), so the "
+                f"evaluation cannot be complete; take the prompt out or raise the engine's limits"
+            )
+        self._dropped_in_a_row += 1
+        limit = 10 * self._config.workflow.groups_per_step
+        if self._dropped_in_a_row > limit:
+            raise ServiceError(
+                f"{self._dropped_in_a_row} prompt groups were dropped within one step, the last: "
+                f"{dropped.reason}; the run would never end"
+            )
+        _log.warning("group %s of batch %d is replaced: %s", *dropped_words(dropped))
+        self._admission.replace(dropped.batch)
+        self._wake.set()
+
+
+def dropped_words(dropped: DroppedGroup) -> tuple[str, int | None, str]:
+    """Group, batch and reason, for a log line."""
+    return "/".join(map(str, dropped.group)), dropped.batch, dropped.reason

@@ -1,0 +1,295 @@
+"""The trainer's steps: global batch `version` makes version `version + 1`.
+
+Micro-batches train as soon as enough rows are ready; nothing is acknowledged before the update that
+used it. Each row's staleness is checked again here, where it counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncflow_core import metrics
+from asyncflow_core.batch import BatchRef, GroupKey
+from asyncflow_core.errors import ServiceError, StalenessViolationError
+from asyncflow_core.flow.control import StepReport, TrainerControl
+from asyncflow_core.flow.fanout import Ranks
+from asyncflow_core.flow.micro_batches import split
+from asyncflow_core.metrics import Means
+from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
+from asyncflow_core.services.trainer import LossSpec, SupportsModelExport, Trainer
+from asyncflow_core.services.weight_sync import PublishedWeights, WeightSync
+
+__all__ = ["TrainSettings", "TrainWorker"]
+
+_log = logging.getLogger(__name__)
+
+_WAIT_S = 5.0
+_SAY_AFTER_S = 30.0
+"""A step that waited this long for rows says so, and who holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """What a step is.
+
+    Attributes:
+        task: what the trainer reads; whole groups, in the order of steps.
+        loss: what is minimised.
+        groups_per_step, group_size, updates_per_step, max_staleness: as in the configuration.
+        micro_batch_tokens: most tokens of one micro-batch of one rank.
+        whole_batch: wait for the whole share of an update before computing any of it.
+        lease_s: life of the trainer's leases.
+    """
+
+    task: TaskSpec
+    loss: LossSpec
+    groups_per_step: int
+    group_size: int
+    updates_per_step: int
+    max_staleness: int
+    micro_batch_tokens: int
+    whole_batch: bool
+    lease_s: float = 300.0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one step did so far."""
+
+    means: Means = field(default_factory=Means)
+    rows: int = 0
+    groups: int = 0
+    tokens: int = 0
+    staleness: list[int] = field(default_factory=list)
+    staleness_updates_max: int = 0
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    commit_s: float = 0.0
+    updates: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A leased row."""
+
+    lease: Lease
+    info: RowInfo
+
+
+class TrainWorker(TrainerControl):
+    """Rank 0's worker: leases for all ranks, drives them, publishes weights."""
+
+    def __init__(
+        self,
+        store: DataStore,
+        trainer: Trainer,
+        ranks: Ranks,
+        weight_sync: WeightSync,
+        settings: TrainSettings,
+    ) -> None:
+        """Take opened services; `trainer` is rank 0's own."""
+        self._store = store
+        self._trainer = trainer
+        self._ranks = ranks
+        self._weight_sync = weight_sync
+        self._settings = settings
+        self._registration: Registration | None = None
+
+    async def start(self) -> None:
+        """Register the task."""
+        self._registration = await self._store.register(self._settings.task)
+
+    async def publish(self, version: int, life: int) -> PublishedWeights:
+        """Export on all ranks, keep rank 0's buckets in the weight sync."""
+        return await self._ranks.export(
+            version,
+            lambda: self._weight_sync.publish(version, life, self._trainer.export_weights(version)),
+        )
+
+    async def retire(self, version: int) -> None:
+        """Give a version's memory back."""
+        await self._weight_sync.retire(version)
+
+    async def save_model(self, path: str) -> bool:
+        """Write the model, where the trainer can."""
+        if not isinstance(self._trainer, SupportsModelExport):
+            return False
+        await self._trainer.save_model(path)
+        return True
+
+    async def step(self, version: int) -> StepReport:
+        """Train one global batch."""
+        tally = _Tally()
+        for update in range(self._settings.updates_per_step):
+            await self._update(version, update, tally)
+        return StepReport(
+            version=version + 1,
+            rows=tally.rows,
+            groups=tally.groups,
+            tokens=tally.tokens,
+            updates=tally.updates,
+            staleness_sum=sum(tally.staleness),
+            staleness_max=max(tally.staleness, default=0),
+            staleness_updates_max=tally.staleness_updates_max,
+            wait_s=tally.wait_s,
+            busy_s=tally.busy_s,
+            commit_s=tally.commit_s,
+            metrics=tally.means.pairs(),
+        )
+
+    async def _update(self, version: int, update: int, tally: _Tally) -> None:
+        held: list[_Held] = []
+        while True:
+            means, tokens = await self._gradients(version, held, tally)
+            if await self._renewed(held):
+                break
+            _log.warning("step %d lost a lease before its update: the update is repeated", version)
+            await self._ranks.zero_grad()
+        start = time.perf_counter()
+        info = await self._ranks.optim_step()
+        tally.busy_s += time.perf_counter() - start
+        await self._acknowledge(held, version, tally)
+        tally.means.add(means.pairs())
+        tally.means.add(
+            {metrics.TRAINER_GRAD_NORM: (info.grad_norm, 1.0), metrics.TRAINER_LR: (info.lr, 1.0)}
+        )
+        tally.updates = info.updates
+        tally.tokens += tokens
+        tally.rows += len(held)
+        tally.groups += len(_groups(held))
+        self._count_staleness(version, update, held, tally)
+
+    async def _gradients(self, version: int, held: list[_Held], tally: _Tally) -> tuple[Means, int]:
+        """Fill `held` to this update's share and collect its gradient, as rows become ready."""
+        share = self._settings.groups_per_step // self._settings.updates_per_step
+        enough = self._settings.micro_batch_tokens * self._ranks.world_size
+        means, tokens = Means(), 0
+        todo = list(held)
+        while True:
+            complete = len(_groups(held)) >= share
+            ready = sum(row.info.tokens for row in todo)
+            if not complete and (self._settings.whole_batch or ready < enough):
+                more = await self._lease(version, share - len(_groups(held)), tally)
+                held.extend(more)
+                todo.extend(more)
+                continue
+            tokens += await self._forward_backward(todo, means, tally, last=complete)
+            todo = []
+            if complete:
+                return means, tokens
+
+    async def _forward_backward(
+        self, rows: Sequence[_Held], means: Means, tally: _Tally, *, last: bool
+    ) -> int:
+        start = time.perf_counter()
+        parts = split(
+            [row.info.tokens for row in rows],
+            ranks=self._ranks.world_size,
+            limit_tokens=self._settings.micro_batch_tokens,
+        )
+        tokens = 0
+        for number, part in enumerate(parts, 1):
+            info = await self._ranks.forward_backward(
+                [_refs([rows[index] for index in indices]) for indices in part],
+                self._settings.task.reads,
+                self._settings.loss,
+                last=last and number == len(parts),
+            )
+            means.add({metrics.TRAINER_LOSS: (info.loss_sum, info.weight), **info.metrics})
+            tokens += info.tokens
+        tally.busy_s += time.perf_counter() - start
+        return tokens
+
+    async def _lease(self, version: int, groups: int, tally: _Tally) -> list[_Held]:
+        """Rows of up to `groups` further groups of this step's batch; waits for the first."""
+        start = said = time.perf_counter()
+        lease: Lease | None = None
+        while lease is None:
+            lease = await self._store.lease(
+                self._settings.task.name,
+                requester="trainer",
+                version=version,
+                limit_rows=groups * self._settings.group_size,
+                lease_s=self._settings.lease_s,
+                wait_s=_WAIT_S,
+            )
+            if lease is None and time.perf_counter() - said > _SAY_AFTER_S:
+                said = time.perf_counter()
+                await self._say_who(version, groups, said - start)
+        tally.wait_s += time.perf_counter() - start
+        rows = [_Held(lease, info) for info in lease.rows]
+        # Groups that lost rows are smaller, so that one more may have fitted the limit.
+        surplus = set(list(dict.fromkeys(row.info.key.group for row in rows))[groups:])
+        if surplus:
+            given = [row.info for row in rows if row.info.key.group in surplus]
+            await self._store.release(lease.ref(given))
+            rows = [row for row in rows if row.info.key.group not in surplus]
+        self._check_staleness(version, rows)
+        return rows
+
+    async def _say_who(self, version: int, groups: int, waited_s: float) -> None:
+        stats = await self._store.stats()
+        queues = {
+            name: {"ready": task.ready, "held": task.holders} for name, task in stats.tasks.items()
+        }
+        _log.warning(
+            "trainer step %d waits for %d groups since %.0f s; tasks: %s",
+            version,
+            groups,
+            waited_s,
+            queues,
+        )
+
+    def _check_staleness(self, version: int, rows: Sequence[_Held]) -> None:
+        for row in rows:
+            if _staleness(version, row.info) > self._settings.max_staleness:
+                raise StalenessViolationError(
+                    f"row {row.info.key} of step {version} has a token of version "
+                    f"{row.info.oldest_version}, staleness {_staleness(version, row.info)}; "
+                    f"max_staleness is {self._settings.max_staleness}"
+                )
+
+    def _count_staleness(
+        self, version: int, update: int, held: Sequence[_Held], tally: _Tally
+    ) -> None:
+        found = [_staleness(version, row.info) for row in held]
+        tally.staleness.extend(found)
+        in_updates = max(found, default=0) * self._settings.updates_per_step + update
+        tally.staleness_updates_max = max(tally.staleness_updates_max, in_updates)
+
+    async def _renewed(self, held: list[_Held]) -> bool:
+        """Let the leases outlast the update; rows of lost ones leave `held`."""
+        leases = {row.lease.lease_id for row in held}
+        lost = await self._store.renew(tuple(leases), lease_s=self._settings.lease_s)
+        held[:] = [row for row in held if row.lease.lease_id not in lost]
+        return not lost
+
+    async def _acknowledge(self, held: Sequence[_Held], version: int, tally: _Tally) -> None:
+        start = time.perf_counter()
+        for ref in _refs(held):
+            result = await self._store.commit(ref, version=version + 1)
+            if result.dropped:
+                raise ServiceError(
+                    f"{result.dropped} rows of step {version} were dropped while they were trained",
+                    service="trainer",
+                )
+        tally.commit_s += time.perf_counter() - start
+
+
+def _staleness(version: int, info: RowInfo) -> int:
+    return 0 if info.oldest_version is None else version - info.oldest_version
+
+
+def _groups(rows: Sequence[_Held]) -> set[GroupKey]:
+    return {row.info.key.group for row in rows}
+
+
+def _refs(rows: Sequence[_Held]) -> list[BatchRef]:
+    """The rows by reference, one reference a lease."""
+    by_lease: dict[int, tuple[Lease, list[RowInfo]]] = {}
+    for row in rows:
+        by_lease.setdefault(row.lease.lease_id, (row.lease, []))[1].append(row.info)
+    return [lease.ref(infos) for lease, infos in by_lease.values()]

@@ -1,0 +1,170 @@
+"""What workers do with leased rows: generate, run a stage, or hand rows to an observer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+
+from asyncflow_core.batch import Batch, Column, Key
+from asyncflow_core.errors import DataError
+from asyncflow_core.flow.worker import Part, Work
+from asyncflow_core.parts import Stage, StageContract
+from asyncflow_core.schema import CANONICAL
+from asyncflow_core.services.data_store import Lease, RowInfo
+from asyncflow_core.services.rollout import (
+    Completion,
+    GenerateRequest,
+    Rollout,
+    SamplingParams,
+    completions_to_batch,
+)
+
+__all__ = ["ROLLOUT_WRITES", "observer_work", "rollout_work", "sampling_seed", "stage_work"]
+
+ROLLOUT_WRITES = (
+    "response_ids",
+    "behaviour_logprobs",
+    "loss_mask",
+    "versions",
+    "finish_reason",
+    "sampling",
+)
+"""Columns every rollout writes."""
+
+
+def sampling_seed(run_seed: int, key: Key) -> int:
+    """Seed of one trajectory, 63 bits: equal in every process and life of a run."""
+    digest = hashlib.blake2b(key.pack(), digest_size=8, key=run_seed.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def rollout_work(service: Rollout, sampling: SamplingParams, seed: int) -> Work:
+    """Generate the leased prompts; what ended is committed together, at once.
+
+    A prompt that the engine refuses is dropped with its reason; it would be refused again.
+    """
+
+    async def work(lease: Lease, batch: Batch) -> AsyncIterator[Part]:
+        rows = {info.key: info for info in lease.rows}
+        requests = [
+            GenerateRequest(key, ids, sampling, sampling_seed(seed, key))
+            for key, ids in zip(rows, batch["prompt_ids"], strict=True)
+        ]
+        async for ended in _all_ready(service, requests):
+            refused = [item for item in ended if isinstance(item, tuple)]
+            for key, reason in refused:
+                yield Part([rows[key]], drop=reason)
+            completions = [item for item in ended if isinstance(item, Completion)]
+            if completions:
+                yield Part(
+                    [rows[completion.key] for completion in completions],
+                    completions_to_batch(completions, sampling),
+                )
+
+    return work
+
+
+async def _all_ready(
+    service: Rollout, requests: Sequence[GenerateRequest]
+) -> AsyncIterator[list[Completion | tuple[Key, str]]]:
+    """Completions in lists: all that ended while the last list was being dealt with."""
+    ready: asyncio.Queue[Completion | tuple[Key, str] | None] = asyncio.Queue()
+    pump = asyncio.create_task(_pump(service, requests, ready))
+    try:
+        ended = False
+        while not ended:
+            items = [await ready.get()]
+            while not ready.empty():
+                items.append(ready.get_nowait())
+            ended = None in items
+            found = [item for item in items if item is not None]
+            if found:
+                yield found
+        await pump
+    finally:
+        pump.cancel()
+
+
+async def _pump(
+    service: Rollout,
+    requests: Sequence[GenerateRequest],
+    ready: asyncio.Queue[Completion | tuple[Key, str] | None],
+) -> None:
+    try:
+        await _generate(service, requests, ready)
+    finally:
+        ready.put_nowait(None)
+
+
+async def _generate(
+    service: Rollout,
+    requests: Sequence[GenerateRequest],
+    ready: asyncio.Queue[Completion | tuple[Key, str] | None],
+) -> None:
+    try:
+        async for completion in service.generate(requests):
+            ready.put_nowait(completion)
+    except DataError as error:
+        if len(requests) == 1:
+            ready.put_nowait((requests[0].key, f"refused by the engine: {error}"))
+            return
+        # None was started: one by one, so that only the prompts at fault are lost.
+        for request in requests:
+            await _generate(service, [request], ready)
+
+
+def stage_work(stage: Stage, contract: StageContract, name: str, executor: Executor) -> Work:
+    """Run a stage on a worker thread; its faults name it, its columns are brought to the schema."""
+
+    async def work(lease: Lease, batch: Batch) -> AsyncIterator[Part]:
+        loop = asyncio.get_running_loop()
+        columns = await loop.run_in_executor(executor, stage, batch)
+        yield Part(lease.rows, to_columns(columns, contract.writes, batch.rows, name))
+
+    return work
+
+
+def observer_work(observe: Callable[[Sequence[RowInfo], Batch], None]) -> Work:
+    """Hand rows to a function and acknowledge them."""
+
+    async def work(lease: Lease, batch: Batch) -> AsyncIterator[Part]:
+        observe(lease.rows, batch)
+        yield Part(lease.rows)
+
+    return work
+
+
+def to_columns(columns: Any, writes: Sequence[str], rows: int, stage: str) -> Batch:
+    """What a stage returned, as columns.
+
+    Raises:
+        DataError: not a mapping of exactly `writes`, or another number of rows.
+    """
+    if not isinstance(columns, Mapping) or set(columns) != set(writes):
+        got = sorted(columns) if isinstance(columns, Mapping) else type(columns).__name__
+        raise DataError(f"stage {stage!r} must return the columns {sorted(writes)}, got {got}")
+    made = {name: _to_column(name, value) for name, value in columns.items()}
+    for name, column in made.items():
+        if len(column) != rows:
+            raise DataError(
+                f"stage {stage!r} returned {len(column)} rows in column {name!r} for {rows} rows"
+            )
+    return Batch(made, rows=rows)
+
+
+def _to_column(name: str, value: Any) -> Column:
+    if isinstance(value, Column):
+        return value
+    spec = CANONICAL.get(name)
+    if spec is not None and spec.kind == "ragged":
+        return Column.ragged(value, np.dtype(spec.dtype))
+    if spec is not None and spec.kind == "dense":
+        return Column.dense(value, np.dtype(spec.dtype))
+    if isinstance(value, np.ndarray) and value.ndim and not value.dtype.hasobject:
+        return Column.dense(value)
+    return Column.objects(value)

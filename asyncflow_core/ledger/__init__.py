@@ -1,0 +1,22 @@
+"""The control plane of the data store, pure: rows, tasks, leases, groups, credit; no I/O, no clock.
+
+Shells (`reference.InProcessDataStore`, the sharded store) hold payload, wait and tell the time.
+"""
+
+from __future__ import annotations
+
+from asyncflow_core.ledger.policies import Candidate, Fifo, LeasePolicy
+from asyncflow_core.ledger.rows import Admission, locate, row_number
+from asyncflow_core.ledger.store import Claim, Effects, Ledger
+
+__all__ = [
+    "Admission",
+    "Candidate",
+    "Claim",
+    "Effects",
+    "Fifo",
+    "LeasePolicy",
+    "Ledger",
+    "locate",
+    "row_number",
+]

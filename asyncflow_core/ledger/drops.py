@@ -1,0 +1,46 @@
+"""What was dropped: rows by reason, groups by serial."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from asyncflow_core.ledger.rows import Group
+from asyncflow_core.services.data_store import DroppedGroup
+
+__all__ = ["DropLog"]
+
+
+class DropLog:
+    """Counters, and the last `length` dropped groups.
+
+    Attributes:
+        rows: reason to rows.
+        last_serial: of the group dropped last; 0 when none was.
+    """
+
+    def __init__(self, *, length: int) -> None:
+        """Nothing dropped."""
+        self.rows: dict[str, int] = {}
+        self.last_serial = 0
+        self._groups: deque[DroppedGroup] = deque(maxlen=length)
+
+    def add_rows(self, count: int, reason: str) -> None:
+        """Count rows."""
+        self.rows[reason] = self.rows.get(reason, 0) + count
+
+    def add_group(self, group: Group, reason: str) -> None:
+        """Log a group of which no row is left."""
+        self.last_serial += 1
+        admission = group.admission
+        self._groups.append(
+            DroppedGroup(self.last_serial, group.key, admission.batch, admission.partition, reason)
+        )
+
+    def after(self, serial: int) -> tuple[DroppedGroup, ...]:
+        """The logged groups above a serial, in order; costs what it returns."""
+        newer = []
+        for drop in reversed(self._groups):
+            if drop.serial <= serial:
+                break
+            newer.append(drop)
+        return tuple(reversed(newer))

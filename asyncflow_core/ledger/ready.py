@@ -1,0 +1,79 @@
+"""The ready queue of one task: groups with rows to hand out, in the task's order."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+
+from asyncflow_core.ledger.rows import Group
+from asyncflow_core.services.data_store import Order
+
+__all__ = ["ReadyQueue"]
+
+# An OrderedDict, for a linked list with an index: O(1) at both ends and for removal in the middle.
+# (A plain dict finds its first entry only by passing all that were removed before it.)
+_Bucket = OrderedDict[int, Group]
+
+
+class ReadyQueue:
+    """Groups, each at most once; every operation costs O(1), O(log batches) for ADMITTED.
+
+    `ANY` tasks have a single bucket, the others one a batch. For `ADMITTED`, a heap holds exactly
+    the batches that have a bucket: an emptied bucket stays until it reaches the top, so a batch is
+    never twice in the heap and is passed over once in its life.
+    """
+
+    __slots__ = ("_batches", "_buckets", "_heap", "_max_staleness", "_order")
+
+    def __init__(self, order: Order, max_staleness: int) -> None:
+        """An empty queue."""
+        self._order = order
+        self._max_staleness = max_staleness
+        self._buckets: dict[int | None, _Bucket] = {None: OrderedDict()}
+        self._heap: list[int] = []
+        self._batches = order is not Order.ANY
+
+    def push(self, group: Group, *, front: bool = False) -> None:
+        """Add a group at the end of its batch (or keep its place); `front` puts it first."""
+        bucket = self._bucket(group)
+        bucket[group.number] = group
+        if front:
+            bucket.move_to_end(group.number, last=False)
+
+    def discard(self, group: Group) -> None:
+        """Take a group out, if it is there."""
+        batch = group.batch if self._batches else None
+        bucket = self._buckets.get(batch)
+        if bucket is None:
+            return
+        bucket.pop(group.number, None)
+        if not bucket and batch is not None and self._order is Order.STEP:
+            del self._buckets[batch]
+
+    def pop(self, version: int | None, most: int) -> list[Group]:
+        """Take out up to `most` groups that may be handed out at `version`, first ones first."""
+        groups: list[Group] = []
+        while len(groups) < most and (bucket := self._first(version)):
+            group = next(iter(bucket.values()))
+            self.discard(group)
+            groups.append(group)
+        return groups
+
+    def _bucket(self, group: Group) -> _Bucket:
+        batch = group.batch if self._batches else None
+        bucket = self._buckets.get(batch)
+        if bucket is None:
+            bucket = self._buckets[batch] = OrderedDict()
+            if batch is not None and self._order is Order.ADMITTED:
+                heapq.heappush(self._heap, batch)
+        return bucket
+
+    def _first(self, version: int | None) -> _Bucket | None:
+        """The bucket to take from; empty or None when there is nothing to hand out."""
+        if self._order is Order.STEP:
+            return self._buckets.get(version)
+        while self._heap and not self._buckets[self._heap[0]]:
+            del self._buckets[heapq.heappop(self._heap)]
+        if self._heap and version is not None and version >= self._heap[0] - self._max_staleness:
+            return self._buckets[self._heap[0]]
+        return self._buckets[None]

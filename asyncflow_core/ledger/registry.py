@@ -1,0 +1,154 @@
+"""The registered tasks of a ledger and the columns they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from asyncflow_core.errors import ConfigError, DataError, UnsupportedCapabilityError
+from asyncflow_core.ledger.policies import LeasePolicy
+from asyncflow_core.ledger.rows import Admission
+from asyncflow_core.ledger.tasks import Task
+from asyncflow_core.services.data_store import Order, TaskSpec, TaskStats
+
+__all__ = ["TaskTable"]
+
+
+class TaskTable:
+    """Tasks by name, columns by number, and the checks a task's callers must pass.
+
+    A column keeps its number for good, so a group's presence list is read by all tasks that see it.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        """No task."""
+        self._max_staleness = max_staleness
+        self._tasks: dict[str, Task] = {}
+        self._columns: dict[str, int] = {}
+
+    def join(self, spec: TaskSpec) -> None:
+        """Add a task, or a member to the one with an equal spec."""
+        task = self._tasks.get(spec.name)
+        if task is not None and task.spec == spec:
+            task.members += 1
+            return
+        faults = self._faults(spec)
+        if faults:
+            raise ConfigError(faults)
+        reads, writes = (
+            [self._columns.setdefault(name, len(self._columns)) for name in names]
+            for names in (spec.reads, spec.writes)
+        )
+        self._tasks[spec.name] = Task(
+            spec, reads=reads, writes=writes, max_staleness=self._max_staleness
+        )
+
+    def leave(self, name: str) -> Task | None:
+        """Take a member; the task when it was its last, which ends it."""
+        task = self._tasks.get(name)
+        if task is None:
+            return None
+        task.members -= 1
+        return None if task.members else self._tasks.pop(name)
+
+    def seeing(self, partition: str) -> list[Task]:
+        """The tasks that see a partition."""
+        return [task for task in self._tasks.values() if partition in task.spec.partitions]
+
+    def presence(self, admission: Admission) -> list[int]:
+        """Column number to the rows that have it, for a new group."""
+        full = (1 << admission.samples) - 1
+        given = set(admission.columns)
+        return [full if name in given else 0 for name in self._columns]
+
+    def stats(self) -> dict[str, TaskStats]:
+        """Name to queue."""
+        return {name: task.stats() for name, task in self._tasks.items()}
+
+    def for_lease(self, name: str, version: int | None) -> Task:
+        """The task, if its order agrees with whether there is a version."""
+        task = self._tasks.get(name)
+        if task is None:
+            raise ConfigError(
+                f"no task {name!r} is registered (registered: {sorted(self._tasks)}); "
+                f"register it before leasing"
+            )
+        if (version is None) != (task.spec.order is Order.ANY):
+            wants = "no version" if task.spec.order is Order.ANY else "a version"
+            raise ConfigError(
+                f"task {name!r} has order {task.spec.order.value!r}, so its leases take {wants}; "
+                f"got version={version}"
+            )
+        return task
+
+    def policy(
+        self,
+        policies: Mapping[str, LeasePolicy],
+        name: str,
+        limit_rows: int | None,
+        limit_tokens: int | None,
+        lease_s: float,
+    ) -> LeasePolicy:
+        """The policy of a lease request whose numbers make sense."""
+        if name not in policies:
+            raise UnsupportedCapabilityError(
+                f"no lease policy {name!r} (there are: {sorted(policies)}); name one of these"
+            )
+        numbers = {"limit_rows": limit_rows, "limit_tokens": limit_tokens, "lease_s": lease_s}
+        wrong = {n: v for n, v in numbers.items() if v is not None and v <= 0}
+        if wrong:
+            raise ConfigError(f"a lease's limits are above 0, got {wrong}; leave out a limit")
+        return policies[name]
+
+    def check(self, admission: Admission) -> None:
+        """Refuse groups no task would ever take, or that carry what a task writes."""
+        tasks = self.seeing(admission.partition)
+        if not tasks:
+            seen = sorted({p for task in self._tasks.values() for p in task.spec.partitions})
+            raise DataError(
+                f"no registered task sees partition {admission.partition!r} (seen: {seen}); "
+                f"register its tasks before the put"
+            )
+        for task in tasks:
+            spec = task.spec
+            if admission.batch is None and spec.order is Order.STEP:
+                raise DataError(
+                    f"task {spec.name!r} trains batches and would never get rows outside them; "
+                    f"give `batch`, or another partition than {admission.partition!r}"
+                )
+            written = sorted(set(spec.writes) & set(admission.columns))
+            if written:
+                raise DataError(
+                    f"a put carries columns {written}, which task {spec.name!r} writes; "
+                    f"a column has one writer: leave them out or do not register the task"
+                )
+
+    def _faults(self, spec: TaskSpec) -> list[str]:
+        faults = []
+        registered = self._tasks.get(spec.name)
+        if registered is not None:
+            differ = [
+                f"{f.name}: {getattr(registered.spec, f.name)!r} / {getattr(spec, f.name)!r}"
+                for f in fields(spec)
+                if getattr(registered.spec, f.name) != getattr(spec, f.name)
+            ]
+            faults.append(
+                f"task {spec.name!r} is registered with another spec ({'; '.join(differ)}); "
+                f"use an equal spec to join it, or another name"
+            )
+        if not spec.name or not spec.partitions:
+            faults.append(f"a task needs a name and a partition, got {spec}")
+        both = sorted(set(spec.reads) & set(spec.writes))
+        if both:
+            faults.append(
+                f"task {spec.name!r} reads and writes {both}, so its rows are never ready; "
+                f"write another column"
+            )
+        for name, other in self._tasks.items():
+            shared = sorted(set(spec.writes) & set(other.spec.writes))
+            if shared and name != spec.name:
+                faults.append(
+                    f"tasks {name!r} and {spec.name!r} both write {shared}; "
+                    f"a column has one writer: rename one"
+                )
+        return faults

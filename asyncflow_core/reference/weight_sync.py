@@ -1,0 +1,159 @@
+"""Weights inside one process: published versions lie in this module, copied once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from asyncflow_core.errors import ServiceClosedError, ServiceError
+from asyncflow_core.parts import PartContext
+from asyncflow_core.services.weight_sync import (
+    Bucket,
+    ManifestBuilder,
+    PublishedWeights,
+    WeightManifest,
+    WeightSource,
+    WeightSync,
+    WeightSyncCapabilities,
+    WeightSyncStats,
+)
+
+__all__ = ["MEMORY_WEIGHT_SYNC", "MemoryWeightSync", "MemoryWeightSyncOptions"]
+
+_TRANSPORT = "memory"
+
+MEMORY_WEIGHT_SYNC = WeightSyncCapabilities(
+    localities=frozenset({"process"}), source="buckets", concurrent_versions=2
+)
+
+
+class MemoryWeightSyncOptions(BaseModel):
+    """Options of the `memory` weight sync."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    concurrent_versions: int = Field(default=MEMORY_WEIGHT_SYNC.concurrent_versions, ge=1)
+    """Versions held at once; publishing another waits until one is retired."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    manifest: WeightManifest
+    buckets: tuple[Bucket, ...]
+
+
+# The two sides are two objects of one process, which meet here by the number in the locator.
+_held: dict[int, _Held] = {}
+_numbers = itertools.count()
+
+
+class MemoryWeightSync(WeightSync):
+    """Either side. The publishing one owns the copies, until `retire` or `aclose`."""
+
+    def __init__(self, options: MemoryWeightSyncOptions, ctx: PartContext) -> None:
+        """Keep the options."""
+        self._options = options
+        self._name = ctx.name or "memory"
+        self._open = False
+        self._mine: dict[tuple[int, int], int] = {}
+        self._publishing = asyncio.Lock()
+        self._room = asyncio.Condition()
+        self._published = self._fetched = 0
+
+    async def open(self) -> None:
+        """Take calls."""
+        self._open = True
+
+    async def aclose(self) -> None:
+        """Free every version this side published; a publish that waits is refused."""
+        self._open = False
+        async with self._room:
+            for number in self._mine.values():
+                _held.pop(number, None)
+            self._mine.clear()
+            self._room.notify_all()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ServiceClosedError(f"{self._name} is not open", service=self._name)
+
+    async def publish(
+        self, version: int, life: int, buckets: AsyncIterator[Bucket]
+    ) -> PublishedWeights:
+        """Copy the buckets; one publish at a time."""
+        self._check_open()
+        async with self._publishing:
+            if (version, life) in self._mine:
+                raise ServiceError(
+                    f"{self._name} holds version {version} of life {life} already; retire it first",
+                    service=self._name,
+                )
+            async with self._room:
+                await self._room.wait_for(
+                    lambda: not self._open or len(self._mine) < self._options.concurrent_versions
+                )
+            self._check_open()
+            started, builder, copies = time.perf_counter(), ManifestBuilder(version, life), []
+            async for bucket in buckets:
+                data = bucket.data.copy()
+                data.flags.writeable = False
+                copies.append(Bucket(bucket.specs, data))
+                builder.add(copies[-1])
+            self._check_open()
+            manifest, number = builder.build(), next(_numbers)
+            _held[number] = _Held(manifest, tuple(copies))
+            self._mine[version, life] = number
+            self._published += manifest.nbytes
+            locator = {"pid": os.getpid(), "number": number}
+            return PublishedWeights(manifest, _TRANSPORT, locator, time.perf_counter() - started)
+
+    async def attach(self, replica: str, published: PublishedWeights) -> None:
+        """Check that the weights lie in this process and are still held."""
+        self._check_open()
+        self._find(published, f"replica {replica!r}")
+
+    async def fetch(self, published: PublishedWeights) -> WeightSource:
+        """The buckets, read-only and uncopied; they stay valid after `retire`."""
+        self._check_open()
+        held = self._find(published, self._name)
+        return WeightSource(held.manifest, buckets=self._buckets(held))
+
+    async def _buckets(self, held: _Held) -> AsyncIterator[Bucket]:
+        for bucket in held.buckets:
+            self._fetched += bucket.data.nbytes
+            yield bucket
+
+    def _find(self, published: PublishedWeights, who: str) -> _Held:
+        where = published.locator
+        what = f"version {published.manifest.version} of life {published.manifest.life}"
+        if published.transport != _TRANSPORT or where.get("pid") != os.getpid():
+            raise ServiceError(
+                f"{who} cannot reach {what}: it was published over {published.transport!r} in "
+                f"process {where.get('pid')}, this is process {os.getpid()}; choose a weight_sync "
+                f"that reaches other processes",
+                service=self._name,
+            )
+        held = _held.get(where["number"])
+        if held is None:
+            raise ServiceError(f"{who} comes too late: {what} is retired", service=self._name)
+        return held
+
+    async def retire(self, version: int) -> None:
+        """Free a version, in all its lives; a version not held is not an error."""
+        self._check_open()
+        async with self._room:
+            for held in [held for held in self._mine if held[0] == version]:
+                _held.pop(self._mine.pop(held), None)
+            self._room.notify_all()
+
+    async def stats(self) -> WeightSyncStats:
+        """Versions held, bytes moved."""
+        self._check_open()
+        versions = tuple(sorted({version for version, _ in self._mine}))
+        return WeightSyncStats(versions, self._published, self._fetched)

@@ -1,0 +1,1 @@
+"""The four service interfaces: DataStore, Rollout, Trainer, WeightSync, a file each."""

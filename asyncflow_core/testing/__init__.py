@@ -1,0 +1,1 @@
+"""The conformance kit for plugin authors: one class a service, run by pytest."""

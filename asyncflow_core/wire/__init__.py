@@ -1,0 +1,31 @@
+"""The wire: msgpack headers and raw frames, ZeroMQ calls and streams, services across processes.
+
+`encode` and `decode` are the codec. `Server` and `Client` carry calls; `serve_service` and
+`remote` put a service interface on both ends. Nothing here pickles.
+"""
+
+from asyncflow_core.wire._protocol import WIRE_VERSION
+from asyncflow_core.wire._socket import Heartbeat
+from asyncflow_core.wire.client import DEFAULT_TIMEOUT, Client
+from asyncflow_core.wire.codec import Buffer, Encoder, decode, encode
+from asyncflow_core.wire.limits import Limits
+from asyncflow_core.wire.server import Method, Peer, Server
+from asyncflow_core.wire.service import remote, serve_object, serve_service
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "WIRE_VERSION",
+    "Buffer",
+    "Client",
+    "Encoder",
+    "Heartbeat",
+    "Limits",
+    "Method",
+    "Peer",
+    "Server",
+    "decode",
+    "encode",
+    "remote",
+    "serve_object",
+    "serve_service",
+]

@@ -1,0 +1,1 @@
+"""Verifiable rewards and reasoning-gym prompts. Names load when first used."""

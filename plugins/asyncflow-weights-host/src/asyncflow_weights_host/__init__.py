@@ -1,0 +1,1 @@
+"""Weights from trainer to replicas through files in the memory of one host."""

@@ -1,0 +1,255 @@
+"""The WeightSync service over the files of `files.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow_core.errors import (
+    BackpressureError,
+    ConfigError,
+    ServiceClosedError,
+    ServiceError,
+    ServiceTimeoutError,
+)
+from asyncflow_core.parts import PartContext
+from asyncflow_core.services.weight_sync import (
+    Bucket,
+    PublishedWeights,
+    WeightSource,
+    WeightSync,
+    WeightSyncStats,
+)
+from asyncflow_weights_host.files import PublisherDirectory, map_segment, sweep
+from asyncflow_weights_host.intake import Intake, in_thread
+from asyncflow_weights_host.locator import Locator, here
+from asyncflow_weights_host.options import HostOptions
+
+__all__ = ["HostWeightSync"]
+
+_log = logging.getLogger(__name__)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class HostWeightSync(WeightSync):
+    """One side of the transport; the publishing side owns the files.
+
+    At most `versions` files exist, each as large as the model; a retired file's pages are used for
+    the next version unless a replica still has them mapped. A replica's buckets are read-only
+    views of the file: nothing is copied, and they stay valid for as long as they are referenced.
+
+    Concurrency: publishes run one after another; a cancelled one leaves nothing behind.
+    """
+
+    def __init__(self, options: HostOptions, ctx: PartContext) -> None:
+        """Keep the arguments."""
+        self._options = options
+        self._name = ctx.name
+        self._run_dir = ctx.run_dir
+        self._root: Path | None = None
+        self._directory: PublisherDirectory | None = None
+        self._held: dict[tuple[int, int], Path] = {}
+        self._changed = asyncio.Event()
+        self._publishing = asyncio.Lock()
+        self._published = 0
+        self._fetched = 0
+
+    async def open(self) -> None:
+        """Find the directory and remove what dead publishers left in it.
+
+        Raises:
+            ConfigError: there is no run directory and no option `directory`, or it is no use.
+        """
+        root = self._options.directory
+        if root is None:
+            if self._run_dir is None:
+                raise ConfigError(
+                    "weight_sync.host has no run directory to put files in; set its option "
+                    "'directory', such as /dev/shm/asyncflow"
+                )
+            root = self._run_dir / "weights"
+        try:
+            swept = await in_thread(sweep, root)
+        except OSError as error:
+            raise ConfigError(
+                f"weight_sync.host cannot use the directory {root}: {error}"
+            ) from error
+        for stale in swept:
+            _log.warning("removed the weights a dead publisher left in %s", stale)
+        self._root = root
+
+    async def aclose(self) -> None:
+        """Remove all own files; a publish that waits or runs fails with `ServiceClosedError`."""
+        self._root = None
+        directory, self._directory = self._directory, None
+        self._held.clear()
+        self._changed.set()
+        if directory is not None:
+            await in_thread(directory.close)
+
+    async def publish(
+        self, version: int, life: int, buckets: AsyncIterator[Bucket]
+    ) -> PublishedWeights:
+        """Copy the buckets into a file and make it fetchable; all of it, or an error and nothing.
+
+        Raises:
+            BackpressureError: there is no room for the bytes.
+            DataError: a tensor outside its bucket, one that came twice, or none at all.
+            ServiceTimeoutError: `versions` are held and none was retired in time.
+        """
+        start = time.monotonic()
+        self._open_root()
+        async with self._publishing:
+            if (version, life) in self._held:
+                raise self._error(f"version {version} (life {life}) is already published")
+            await self._wait_for_room(version)
+            published = await self._copy(version, life, buckets)
+        self._published += published.manifest.nbytes
+        return replace(published, wall_s=time.monotonic() - start)
+
+    async def _wait_for_room(self, version: int) -> None:
+        timeout_s = self._options.publish_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._held) >= self._options.versions:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    self._open_root()
+        except TimeoutError:
+            held = ", ".join(str(v) for v in self._versions())
+            raise ServiceTimeoutError(
+                f"publish of version {version} waited {timeout_s:g} s for room: versions {held} "
+                f"are held (at most {self._options.versions}) and none was retired; a replica has "
+                f"not confirmed a newer one",
+                service=self._name,
+            ) from None
+
+    async def _copy(
+        self, version: int, life: int, buckets: AsyncIterator[Bucket]
+    ) -> PublishedWeights:
+        # Only copying goes to a thread: what a cancellation could tear from its bookkeeping, the
+        # files' coming and going, is quick and happens here.
+        with self._disk_errors(version):
+            if self._directory is None:
+                self._directory = PublisherDirectory(self._open_root())
+            directory = self._directory
+            intake = Intake(directory.writer(), version, life)
+        try:
+            async for bucket in buckets:
+                with self._disk_errors(version):
+                    await in_thread(intake.add, bucket)
+            with self._disk_errors(version):
+                manifest, locator = intake.finish(directory.name(version, life))
+        finally:
+            intake.abort()
+        self._held[version, life] = Path(locator.path)
+        return PublishedWeights(manifest, "host", locator.to_dict())
+
+    @contextlib.contextmanager
+    def _disk_errors(self, version: int) -> Iterator[None]:
+        root = self._open_root()
+        try:
+            yield
+        except OSError as error:
+            self._open_root()  # files that `aclose` removed are no fault of the disk
+            raise self._disk_error(error, version, root) from error
+        self._open_root()
+
+    async def attach(self, replica: str, published: PublishedWeights) -> None:
+        """Check that this process can map what was published.
+
+        Raises:
+            ServiceError: another transport, another machine, or a file that cannot be seen.
+        """
+        self._open_root()
+        if published.transport != "host":
+            raise self._error(
+                f"replica {replica!r} cannot attach to weights of the transport "
+                f"{published.transport!r} by 'host'; use one transport on both sides"
+            )
+        locator = Locator.of(published)
+        name, boot_id = here()
+        if boot_id != locator.boot_id:
+            raise self._error(
+                f"replica {replica!r} runs on host {name!r}, the weights lie in the memory of host "
+                f"{locator.host!r}; place both on one host, or use a weight_sync that crosses hosts"
+            )
+        await self._map(published, locator)
+
+    async def fetch(self, published: PublishedWeights) -> WeightSource:
+        """Map the file; the source yields the published buckets as read-only views.
+
+        Raises:
+            ServiceError: it was retired or cannot be seen from here.
+        """
+        self._open_root()
+        locator = Locator.of(published)
+        mapping = await self._map(published, locator)
+        return WeightSource(published.manifest, self._buckets(mapping, published, locator))
+
+    async def retire(self, version: int) -> None:
+        """Take a version away, in every life of it; nothing happens if it is not held."""
+        self._open_root()
+        left = []
+        for key in [key for key in self._held if key[0] == version]:
+            assert self._directory is not None, "what is held lies there"
+            left.append(self._directory.retire(self._held.pop(key)))
+        self._changed.set()
+        for path in left:
+            if path is not None:
+                await in_thread(path.unlink, True)
+
+    async def stats(self) -> WeightSyncStats:
+        """Versions held, bytes moved by this side."""
+        self._open_root()
+        return WeightSyncStats(self._versions(), self._published, self._fetched)
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(sorted({version for version, _ in self._held}))
+
+    async def _map(self, published: PublishedWeights, locator: Locator) -> NDArray[np.uint8]:
+        try:
+            return await in_thread(map_segment, Path(locator.path), locator.nbytes)
+        except (OSError, ValueError) as error:
+            raise self._error(
+                f"version {published.manifest.version} cannot be read at {locator.path} "
+                f"({error}); it was retired, its publisher is gone, or the directory is not "
+                f"visible from this process"
+            ) from error
+
+    async def _buckets(
+        self, mapping: NDArray[np.uint8], published: PublishedWeights, locator: Locator
+    ) -> AsyncIterator[Bucket]:
+        for place in locator.buckets:
+            specs = locator.specs(place, published.manifest.tensors)
+            self._fetched += sum(spec.nbytes for spec in specs)
+            yield Bucket(specs, mapping[place.offset : place.offset + place.nbytes])
+
+    def _open_root(self) -> Path:
+        if self._root is None:
+            raise ServiceClosedError("weight_sync.host is not open", service=self._name)
+        return self._root
+
+    def _error(self, message: str) -> ServiceError:
+        return ServiceError(message, service=self._name)
+
+    def _disk_error(self, error: OSError, version: int, root: Path) -> ServiceError:
+        if error.errno not in _NO_ROOM:
+            return self._error(f"version {version} could not be written in {root}: {error}")
+        free = shutil.disk_usage(root).free
+        return BackpressureError(
+            f"version {version} does not fit in {root} ({error.strerror}, {free} bytes free); "
+            f"every version held takes the model's size: free memory there, or set the options "
+            f"'versions' or 'directory'",
+            service=self._name,
+        )

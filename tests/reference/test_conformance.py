@@ -1,0 +1,114 @@
+"""The conformance kits, run on the reference services."""
+
+import numpy as np
+import pytest
+
+from asyncflow_core.parts import PartContext
+from asyncflow_core.reference.tabular import TabularModel
+from asyncflow_core.reference.tabular_rollout import (
+    TABULAR_ROLLOUT,
+    TabularRollout,
+    TabularRolloutOptions,
+)
+from asyncflow_core.reference.tabular_trainer import (
+    TABULAR_TRAINER,
+    TabularTrainer,
+    TabularTrainerOptions,
+)
+from asyncflow_core.reference.tabular_weights import write_weights
+from asyncflow_core.reference.weight_sync import (
+    MEMORY_WEIGHT_SYNC,
+    MemoryWeightSync,
+    MemoryWeightSyncOptions,
+)
+from asyncflow_core.services.trainer import LossSpec
+from asyncflow_core.services.weight_sync import Bucket
+from asyncflow_core.testing.rollout import RolloutTests
+from asyncflow_core.testing.trainer import TrainerTests
+from asyncflow_core.testing.weight_sync import WeightSyncTests
+
+from .conftest import make_batch
+
+MODEL = {"vocab_size": 7, "positions": 4, "init_scale": 1.0}
+
+
+class TestTabularRollout(RolloutTests):
+    @pytest.fixture
+    def unopened(self):
+        return TabularRollout(TabularRolloutOptions(**MODEL), PartContext(name="rollout"))
+
+    @pytest.fixture
+    async def service(self):
+        options = TabularRolloutOptions(**MODEL, previous_token=True)
+        async with TabularRollout(options, PartContext(name="rollout")) as service:
+            yield service
+
+    @pytest.fixture
+    def capabilities(self):
+        return TABULAR_ROLLOUT
+
+    @pytest.fixture
+    def buckets(self):
+        def make(version):
+            options = TabularRolloutOptions(**MODEL, init_seed=version, previous_token=True)
+            model = TabularModel(options, PartContext())
+            return [Bucket(b.specs, b.data.copy()) for b in write_weights(model, 6000)]
+
+        return make
+
+    @pytest.fixture
+    def prompt_ids(self):
+        return np.array([1, 5], np.int32)
+
+
+class TestTabularTrainer(TrainerTests):
+    @pytest.fixture(params=["sgd", "adam"])
+    def options(self, request):
+        return TabularTrainerOptions(
+            **MODEL, optimizer=request.param, lr=0.1, max_grad_norm=0.5, bucket_bytes=2000
+        )
+
+    @pytest.fixture
+    def unopened(self, options, registry):
+        return TabularTrainer(options, PartContext(name="trainer", registry=registry))
+
+    @pytest.fixture
+    async def service(self, options, registry):
+        async with TabularTrainer(options, PartContext(registry=registry)) as service:
+            yield service
+
+    @pytest.fixture
+    def capabilities(self):
+        return TABULAR_TRAINER
+
+    @pytest.fixture
+    def batch(self):
+        return make_batch()
+
+    @pytest.fixture
+    def loss(self):
+        return LossSpec("tabular_ppo_clip")
+
+    @pytest.fixture
+    def misfit_loss(self):
+        return LossSpec("torchish")
+
+
+class TestMemoryWeightSync(WeightSyncTests):
+    @pytest.fixture
+    def unopened(self):
+        return MemoryWeightSync(MemoryWeightSyncOptions(), PartContext(name="weights"))
+
+    @pytest.fixture
+    async def service(self, unopened):
+        async with unopened:
+            yield unopened
+
+    @pytest.fixture
+    async def replica(self):
+        async with MemoryWeightSync(MemoryWeightSyncOptions(), PartContext()) as replica:
+            yield replica
+
+    @pytest.fixture
+    def capabilities(self):
+        return MEMORY_WEIGHT_SYNC
