@@ -288,6 +288,10 @@ class Registry:
 
     def _collect(self, module: ModuleType, name: str, distribution: str) -> dict[str, Plugin]:
         registrar = Registrar(distribution)
+        # pluggy refuses a module under two names and two under one; the latest registration counts.
+        for known in {self._manager.get_plugin(name), self._manager.get_name(module) and module}:
+            if known is not None:
+                self._manager.unregister(known)
         others = set(self._manager.get_plugins())
         self._manager.register(module, name=name)
         try:

@@ -219,7 +219,7 @@ def test_get_module_without_hook_or_with_unknown_hook_refused(install):
 def test_registrar_unknown_kind_or_name_twice_refused():
     with pytest.raises(PluginError, match="kind 'rolout'; kinds are data_store"):
         Registry([]).add(hand_made("m", ("rolout", "a", 1)))
-    with pytest.raises(PluginConflictError, match="'rollout.a' twice"):
+    with pytest.raises(PluginConflictError, match=r"'rollout\.a' twice"):
         Registry([]).add(hand_made("m", ("rollout", "a", 1), ("rollout", "a", 1)))
 
 
@@ -229,6 +229,7 @@ def test_add_by_hand_wins_and_may_be_repeated(install):
     module = hand_made("by_hand", ("rollout", "mine", 1))
     registry.add(module)
     registry.add(module)
+    registry.add(hand_made("by_hand", ("rollout", "mine", 1)))
     assert registry.get("rollout", "mine").distribution == "(python)"
 
 

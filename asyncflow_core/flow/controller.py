@@ -18,6 +18,7 @@ from typing import Any
 from asyncflow_core import metrics
 from asyncflow_core.errors import PeerLostError, ServiceTimeoutError
 from asyncflow_core.flow.control import RolloutControl, StageControl, StepReport, TrainerControl
+from asyncflow_core.flow.host import CONTROLS
 from asyncflow_core.flow.launch import Launcher, RunningProcess
 from asyncflow_core.flow.plan import Plan
 from asyncflow_core.flow.record import Recorder, Rewards, RunFolder
@@ -70,6 +71,7 @@ class Controller:
         self._config = plan.config
         self._folder = folder
         self._processes: dict[str, RunningProcess] = {}
+        self._roles: dict[str, str] = {}
         self._totals = _Totals()
         self._summary: Summary | None = None
 
@@ -118,7 +120,8 @@ class Controller:
             log_dir=self._folder.path / "logs",
         ):
             self._processes[spec.name] = await launcher.start(spec, store)
-        tokenizer = await asyncio.to_thread(self._build, "tokenizer")
+            self._roles[spec.name] = spec.role.role
+        tokenizer: Tokenizer = await asyncio.to_thread(self._build, "tokenizer")
         await _all(process.ready() for process in self._processes.values())
         return store, tokenizer
 
@@ -134,12 +137,12 @@ class Controller:
             group.create_task(_raise_its_end(process))
         recorder = Recorder(self._folder, tokenizer)
         prompts = await asyncio.to_thread(self._build, "prompts", tokenizer)
-        trainer: TrainerControl = self._control("trainer-0", TrainerControl)
-        replicas: dict[str, RolloutControl] = {
-            name: self._control(name, RolloutControl)
-            for name in self._processes
-            if name.startswith("rollout-")
+        controls = {
+            name: process.control(CONTROLS[self._roles[name]])
+            for name, process in self._processes.items()
         }
+        trainer = next(c for c in controls.values() if isinstance(c, TrainerControl))
+        replicas = {n: c for n, c in controls.items() if isinstance(c, RolloutControl)}
         # Every task is registered before the first row, or it would not see it.
         workers = [
             *self._stage_workers(stack, store, tokenizer),
@@ -147,9 +150,9 @@ class Controller:
         ]
         for worker in workers:
             await worker.register()
-        for name in self._processes:
-            if not name.startswith("trainer-") or name == "trainer-0":
-                await self._control(name, StageControl).start()
+        for control in controls.values():
+            if isinstance(control, StageControl):
+                await control.start()
         for worker in workers:
             group.create_task(worker.run())
         switching = Switching(replicas, trainer, self._plan.switch_mode, group)
@@ -326,9 +329,6 @@ class Controller:
             tokenizer=tokenizer,
             registry=self._plan.registry,
         )
-
-    def _control(self, name: str, interface: type[Any]) -> Any:
-        return self._processes[name].control(interface)
 
     async def _explained(self, failure: BaseException) -> BaseException:
         """The end of a process instead of the broken calls that followed from it."""

@@ -38,7 +38,8 @@ class _Opening:
         if self._address:
             client = Client(self._address, name=f"{self._kind}-user", token=self._token)
             await self._stack.enter_async_context(client)
-            return remote(INTERFACES[self._kind], client, self._kind)
+            served: Service = remote(INTERFACES[self._kind], client, self._kind)
+            return await self._stack.enter_async_context(served)
         plugin = self._registry.get(self._kind, self._plugin)
         context = PartContext(name=self._kind, registry=self._registry)
         service: Service = plugin.factory(plugin.parse_options(self._options), context)

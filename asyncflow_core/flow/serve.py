@@ -104,8 +104,8 @@ async def _serve(spec: ProcessSpec) -> int:
 async def _connect_store(spec: ProcessSpec, stack: AsyncExitStack) -> DataStore:
     client = Client(spec.store, name=spec.name, token=spec.token)
     await stack.enter_async_context(client)
-    found: DataStore = remote(DataStore, client, "store")
-    return found
+    store: DataStore = remote(DataStore, client, "store")
+    return await stack.enter_async_context(store)
 
 
 async def serve_until_stopped(failed: asyncio.Future[None]) -> int:

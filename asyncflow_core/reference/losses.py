@@ -7,18 +7,17 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from asyncflow_core import metrics
+from asyncflow_core.config import Section
 from asyncflow_core.services.trainer import LossOutput
 
 __all__ = ["TabularPPOClipOptions", "tabular_ppo_clip"]
 
 
-class TabularPPOClipOptions(BaseModel):
+class TabularPPOClipOptions(Section):
     """Options of `tabular_ppo_clip`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     """A ratio below 1 - clip_low is clipped."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from asyncflow_core.config import Section
 from asyncflow_core.hookspecs import hookimpl
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.losses import TabularPPOClipOptions, tabular_ppo_clip
@@ -38,10 +39,8 @@ from asyncflow_core.services.trainer import LossCapabilities
 __all__ = ["MemoryDataStoreOptions", "asyncflow_register"]
 
 
-class MemoryDataStoreOptions(BaseModel):
+class MemoryDataStoreOptions(Section):
     """Options of the `memory` data store."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     capacity_rows: int = Field(default=65536, ge=1)
     """Rows admitted at once; producers wait while the store is full."""

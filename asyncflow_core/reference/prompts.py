@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from asyncflow_core.config import InputPath
+from asyncflow_core.config import InputPath, Section
 from asyncflow_core.errors import ConfigError, DataError
 from asyncflow_core.parts import (
     KEY_COLUMN,
@@ -31,10 +31,8 @@ from asyncflow_core.schema import CANONICAL
 __all__ = ["JsonlPrompts", "JsonlPromptsOptions", "check_jsonl", "jsonl_contract"]
 
 
-class JsonlPromptsOptions(BaseModel):
+class JsonlPromptsOptions(Section):
     """Options of the `jsonl` prompts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: InputPath
     """File of one JSON object a line."""

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from asyncflow_core.config import Section
 from asyncflow_core.errors import ConfigError, DataError
 from asyncflow_core.parts import PartContext
 from asyncflow_core.services.rollout import SamplingParams
@@ -26,10 +27,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class TabularOptions(BaseModel):
+class TabularOptions(Section):
     """The model; a rollout and a trainer with equal values start from equal weights."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     vocab_size: int | None = Field(default=None, ge=2)
     """Token ids are below this; None takes the run's tokenizer's."""

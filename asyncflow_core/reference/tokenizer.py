@@ -7,18 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from asyncflow_core.config import Section
 from asyncflow_core.errors import DataError
 from asyncflow_core.parts import PartContext, Tokenizer
 
 __all__ = ["CharactersOptions", "CharactersTokenizer"]
 
 
-class CharactersOptions(BaseModel):
+class CharactersOptions(Section):
     """Options of the `characters` tokenizer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     alphabet: str = Field(
         default=string.digits + string.ascii_letters + string.punctuation + " \n", min_length=1

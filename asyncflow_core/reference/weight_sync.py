@@ -9,8 +9,9 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from asyncflow_core.config import Section
 from asyncflow_core.errors import ServiceClosedError, ServiceError
 from asyncflow_core.parts import PartContext
 from asyncflow_core.services.weight_sync import (
@@ -33,10 +34,8 @@ MEMORY_WEIGHT_SYNC = WeightSyncCapabilities(
 )
 
 
-class MemoryWeightSyncOptions(BaseModel):
+class MemoryWeightSyncOptions(Section):
     """Options of the `memory` weight sync."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     concurrent_versions: int = Field(default=MEMORY_WEIGHT_SYNC.concurrent_versions, ge=1)
     """Versions held at once; publishing another waits until one is retired."""

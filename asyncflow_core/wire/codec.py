@@ -46,11 +46,8 @@ _GROUP_KEY = struct.Struct("<HIQ")
 _FRAME_NUMBER = struct.Struct("<I")
 # Below this an array rides in the header: a frame of its own costs about 2 us at each end.
 _INLINE_BYTES = 512
-# ExtType: only a sender sees it, when it checks its own header.
-_LEAVES = frozenset(
-    (type(None), bool, int, float, str, bytes, Key, GroupKey, np.ndarray, msgpack.ExtType)
-)
-_KEYS = frozenset((str, int, Key, GroupKey, msgpack.ExtType))
+_LEAVES = frozenset((type(None), bool, int, float, str, bytes, Key, GroupKey, np.ndarray))
+_KEYS = frozenset((str, int, Key, GroupKey))
 
 
 class Encoder:
@@ -89,7 +86,7 @@ class Encoder:
     def _check_shape(self, header: bytes) -> None:
         """Depth and sizes, as the receiver will: it cuts off whoever breaks its limits."""
         try:
-            _check_tree(_plain(header, msgpack.ExtType, self._limits), self._limits.depth)
+            _check_tree(_plain(header, _stand_in, self._limits), self._limits.depth)
         except (WireDecodeError, ValueError) as error:
             raise DataError(f"a value cannot be sent, its header would be refused: {error}") from (
                 error
@@ -205,6 +202,11 @@ def unpack(header: bytes, frames: Sequence[Buffer], limits: Limits) -> Any:
     return tree
 
 
+def _stand_in(_code: int, _data: bytes) -> str:
+    """For a key or array of our own, when only the shape of a header matters."""
+    return ""
+
+
 def _plain(header: bytes, extension: Callable[[int, bytes], Any], limits: Limits) -> Any:
     return msgpack.unpackb(
         header,
@@ -303,16 +305,18 @@ def _fields(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     """How the fields of a dataclass are taken; kept for the next value of the class."""
     if not dataclasses.is_dataclass(kind):
         return None
-    defaults = [(f.name, f.default) for f in dataclasses.fields(kind) if f.init]
-    simple = (bool, int, str, type(None))
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    names, defaults = [f.name for f in fields], [f.default for f in fields]
+    simple = frozenset((bool, int, str))
 
     def take(value: Any) -> dict[str, Any]:
         found = {}
-        for name, default in defaults:
+        for name, default in zip(names, defaults, strict=True):
             entry = getattr(value, name)
             # A default is not sent: so a receiver too old for a field minds only if it is used.
-            if entry is default or (type(entry) in simple and type(entry) is type(default)
-                                    and entry == default):  # fmt: skip
+            if entry is default or (
+                type(entry) in simple and type(entry) is type(default) and entry == default
+            ):
                 continue
             found[name] = entry
         return found

@@ -5,7 +5,12 @@ import pytest
 
 from asyncflow_core.errors import ConfigError, DataError
 from asyncflow_core.parts import PartContext
-from asyncflow_core.reference.prompts import JsonlPrompts, JsonlPromptsOptions, check_jsonl
+from asyncflow_core.reference.prompts import (
+    JsonlPrompts,
+    JsonlPromptsOptions,
+    check_jsonl,
+    jsonl_contract,
+)
 from asyncflow_core.reference.tokenizer import CharactersOptions, CharactersTokenizer
 
 TOKENIZER = CharactersTokenizer(CharactersOptions(), PartContext())
@@ -26,19 +31,26 @@ def rows(count):
     return [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(count)]
 
 
+def make_options(path, **options):
+    if "evaluation_path" in options:
+        options["evaluation_path"] = str(options["evaluation_path"])
+    return JsonlPromptsOptions(path=str(path), **options)
+
+
 def build(path, *, seed=0, tokenizer=TOKENIZER, **options):
     ctx = PartContext(seed=seed, tokenizer=tokenizer)
-    return JsonlPrompts(JsonlPromptsOptions(path=path, **options), ctx)
+    return JsonlPrompts(make_options(path, **options), ctx)
 
 
 def faults(path, **options):
-    return check_jsonl(JsonlPromptsOptions(path=path, **options))
+    return check_jsonl(make_options(path, **options))
 
 
 def test_train_in_file_order_with_columns(write):
     prompts = build(write(*rows(3), "", "  "), shuffle=False)
     records = list(prompts.train(0))
     assert prompts.fields == ("answer",)
+    assert jsonl_contract(prompts._options).writes == ("answer",)
     assert [TOKENIZER.decode(r.prompt_ids) for r in records] == ["0+0=", "1+1=", "2+2="]
     assert [r.fields for r in records] == [{"answer": 0}, {"answer": 2}, {"answer": 4}]
     assert list(prompts.evaluation()) == []
@@ -159,7 +171,7 @@ def test_one_prompt_held_out_leaves_none_to_train(write):
     path = write({"prompt": "a"})
     assert any("holds out every prompt" in f for f in faults(path, evaluation_share=0.999999))
     with pytest.raises(ValueError, match="not both"):
-        JsonlPromptsOptions(path=path, evaluation_path=path, evaluation_share=0.5)
+        make_options(path, evaluation_path=path, evaluation_share=0.5)
 
 
 def test_unknown_character_names_the_line(write):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from asyncflow_core.errors import ConfigError
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import (
     disable_progress_bar,
@@ -15,8 +14,9 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from asyncflow_transformers.engine import GenerationEngine
+from asyncflow_core.errors import ConfigError
 from asyncflow_transformers.options import RolloutOptions, check_rollout
+from asyncflow_transformers.serving import ServedEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,18 +51,18 @@ def load_model(options: RolloutOptions) -> PreTrainedModel:
 
 def make_engine(
     model: PreTrainedModel, options: RolloutOptions, *, ends: Iterable[int]
-) -> GenerationEngine:
+) -> ServedEngine:
     """An engine at version 0 that ends at the model's own ending tokens and at `ends`.
 
     Raises:
         ConfigError: a model or length that cannot be served exactly.
     """
     config = model.config.get_text_config(decoder=True)
-    own = [_ids(source.eos_token_id) for source in (model.generation_config, config) if source]
+    own = [_ids(source.eos_token_id) for source in (model.generation_config, config)]
     tokens = dict.fromkeys(token for ids in (*own, ends) for token in ids)
     limit = getattr(config, "max_position_embeddings", None) or _MOST_DEFAULT_LENGTH
     try:
-        return GenerationEngine(
+        return ServedEngine(
             model,
             slots=options.slots,
             max_length=options.max_length or min(limit, _MOST_DEFAULT_LENGTH),

@@ -8,7 +8,6 @@ from asyncflow_core.hookspecs import hookimpl
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registrar
 from asyncflow_core.services.rollout import RolloutCapabilities, SwitchMode
-
 from asyncflow_transformers.options import (
     RolloutOptions,
     TokenizerOptions,

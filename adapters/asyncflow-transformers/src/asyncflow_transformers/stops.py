@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +11,9 @@ from numpy.typing import NDArray
 __all__ = ["StopStrings"]
 
 _CONTEXT = 8
-"""Tokens decoded before those a stop string can span: a word's spelling depends on its neighbour."""
+"""Tokens decoded before those a stop string can span: a word's spelling may depend on them."""
 
-Decode = Callable[[NDArray[np.int64]], str]
+Decode = Callable[[Any], str]
 
 
 class StopStrings:
@@ -26,7 +27,7 @@ class StopStrings:
         self._decode = decode
         self._window = max(len(string.encode()) for string in strings) + _CONTEXT
 
-    def reached(self, response: NDArray[np.int64]) -> bool:
+    def reached(self, response: NDArray[np.integer[Any]]) -> bool:
         """Whether one is there; to be asked after every token."""
         text = self._decode(response[-self._window :])
         return any(string in text for string in self._strings)

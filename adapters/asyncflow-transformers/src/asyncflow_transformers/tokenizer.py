@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from asyncflow_core.errors import ConfigError
-from asyncflow_core.parts import Tokenizer
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, GenerationConfig
 
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.parts import Tokenizer
 from asyncflow_transformers.options import TokenizerOptions, check_tokenizer
 
 __all__ = ["HuggingFaceTokenizer"]

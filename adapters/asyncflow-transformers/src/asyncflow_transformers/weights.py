@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from asyncflow_core.errors import DataError
 from asyncflow_core.services.weight_sync import (
     Bucket,
@@ -16,7 +18,6 @@ from asyncflow_core.services.weight_sync import (
     check_bucket,
     check_tensors,
 )
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +41,7 @@ class DoubleBuffer:
         self._params = dict(model.named_parameters())
         first = {id(param): name for name, param in self._params.items()}
         self._names = {
-            name: first[id(param)]
-            for name, param in model.named_parameters(remove_duplicate=False)
+            name: first[id(param)] for name, param in model.named_parameters(remove_duplicate=False)
         }
         self._staged: dict[str, torch.Tensor] = {}
         self._expected: dict[str, TensorSpec] = {}
@@ -83,7 +83,9 @@ class DoubleBuffer:
         for spec in bucket.specs:
             expected = self._expected.pop(spec.name, None)
             if expected is None or replace(spec, offset=0) != replace(expected, offset=0):
-                raise DataError(f"a bucket has the tensor {spec}, the manifest announced {expected}")
+                raise DataError(
+                    f"a bucket has the tensor {spec}, the manifest announced {expected}"
+                )
             target = self._staged[self._own_name(spec)].reshape(-1).view(torch.uint8)
             _copy(bucket.tensor_bytes(spec), target)
             self._checksum.add(spec.name, spec.dtype, spec.shape, target.cpu().numpy())
@@ -106,7 +108,9 @@ class DoubleBuffer:
 
     def _own_name(self, spec: TensorSpec) -> str:
         """The name under which the model lists the tensor; tied ones have several."""
-        return next((self._names[n] for n in (spec.name, *spec.aliases) if n in self._names), spec.name)
+        return next(
+            (self._names[n] for n in (spec.name, *spec.aliases) if n in self._names), spec.name
+        )
 
 
 def _copy(source: NDArray[np.uint8], target: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ def ppo_clip(logprobs: Tensor, columns: Mapping[str, Tensor], config: PpoClipOpt
     With `ratio_to: proximal` and no `proximal_logprobs` the proximal policy is the current one,
     which is what it is at a step's only update.
 
-    Source: arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729 eq. 5; decoupled arXiv:2110.00641.
+    Source: arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729; decoupled arXiv:2110.00641.
     """
     tokens = _trained(logprobs, columns)
     behaviour_N = tokens.columns["behaviour_logprobs"]

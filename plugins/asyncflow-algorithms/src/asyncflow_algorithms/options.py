@@ -85,7 +85,7 @@ class TisOptions(LossOptions):
     """Options of the loss `tis`."""
 
     cap: float = Field(default=2.0, gt=0)
-    """Importance weights are cut here; the value FlashRL and verl's examples take. The truncation
+    """Importance weights are cut here; verl's default (rollout_is_threshold). The truncation
     is IMPALA's (arXiv:1802.01561)."""
     level: Literal["token", "sequence"] = "token"
     """One weight for each token, or for each sequence (the product over its trained tokens, cut
