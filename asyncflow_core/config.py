@@ -79,7 +79,8 @@ class ServiceConfig(PartConfig):
     """A service that may run in a process of its own."""
 
     devices: tuple[int, ...] = ()
-    """Accelerators the service sees, as CUDA_VISIBLE_DEVICES; empty: none is set."""
+    """Accelerators the service sees, as CUDA_VISIBLE_DEVICES; empty: none is set. Rollout replicas
+    get equal shares of them; trainer ranks all see all and take theirs by LOCAL_RANK."""
     python: InputPath = sys.executable
     """Interpreter of the service's process; it needs asyncflow-core and the plugin."""
 

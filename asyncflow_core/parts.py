@@ -118,7 +118,8 @@ class PartContext:
     """What core gives to whatever a plugin builds.
 
     Attributes:
-        name: of this instance in the run, as errors and logs name it.
+        name: of this instance in the run, as errors and logs name it: rollout-0, trainer-1 (rank
+            1 of the trainer).
         seed: of the run.
         rank: among `world_size` ranks of one service.
         run_dir: private to the run (mode 0700), gone when the run ends; None outside a run.

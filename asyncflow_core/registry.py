@@ -205,7 +205,7 @@ class _Module:
     """A plugin module, imported at most once."""
 
     offers: dict[str, Plugin] = field(default_factory=dict)
-    error: PluginError | None = None
+    failure: BaseException | None = None
 
 
 class Registry:
@@ -257,8 +257,13 @@ class Registry:
                 f"the distributions to use in ASYNCFLOW_PLUGINS"
             )
         module = self._load(found[0])
-        if module.error is not None:
-            raise module.error
+        if isinstance(module.failure, PluginError):
+            raise module.failure
+        if module.failure is not None:
+            raise PluginLoadError(
+                f"{kind} plugin {name!r} of {found[0].distribution} {found[0].version} failed on "
+                f"import of {found[0].module}: {type(module.failure).__name__}: {module.failure}"
+            ) from module.failure
         if label not in module.offers:
             raise PluginLoadError(
                 f"{found[0].distribution} declares the entry point {label!r}, but "
@@ -275,15 +280,8 @@ class Registry:
                     module, f"{entry.distribution}:{entry.module}", entry.distribution
                 )
                 self._modules[at] = _Module(offers)
-            except PluginError as error:
-                self._modules[at] = _Module(error=error)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin's module may do anything
-                failure = PluginLoadError(
-                    f"{entry.kind} plugin {entry.name!r} of {entry.distribution} {entry.version} "
-                    f"failed on import of {entry.module}: {type(error).__name__}: {error}"
-                )
-                failure.__cause__ = error
-                self._modules[at] = _Module(error=failure)
+            except (Exception, SystemExit) as failure:  # noqa: BLE001 - it may do anything
+                self._modules[at] = _Module(failure=failure)
         return self._modules[at]
 
     def _collect(self, module: ModuleType, name: str, distribution: str) -> dict[str, Plugin]:
@@ -326,12 +324,13 @@ class Registry:
 def discover() -> list[PluginEntry]:
     """Entry points of the installed distributions, from metadata alone.
 
-    One whose name is not `<kind>.<name>` is left out with a warning: a foreign mistake must not
-    stop a run that does not use it.
+    Of a distribution seen twice on sys.path (an editable install and its source), importlib gives
+    the first, which is the one that is imported. An entry point whose name is not `<kind>.<name>`
+    is left out with a warning: a foreign mistake must not stop a run that does not use it.
     """
     allowed = os.environ.get("ASYNCFLOW_PLUGINS")
     names = None if allowed is None else {_CORE, *map(_normalised, allowed.split(","))}
-    found: dict[tuple[str, str], PluginEntry] = {}
+    found = []
     for point in metadata.entry_points(group=hookspecs.PROJECT):
         distribution = _normalised(point.dist.name) if point.dist else "(unknown)"
         if names is not None and distribution not in names:
@@ -347,10 +346,8 @@ def discover() -> list[PluginEntry]:
         entry = PluginEntry(
             kind, name, point.value, distribution, point.dist.version if point.dist else ""
         )
-        # A distribution can be seen twice on sys.path (an editable install and its source); the
-        # first is the one that is imported.
-        found.setdefault((distribution, point.name), entry)
-    return sorted(found.values(), key=lambda entry: (entry.kind, entry.name, entry.distribution))
+        found.append(entry)
+    return sorted(found, key=lambda entry: (entry.kind, entry.name, entry.distribution))
 
 
 def _normalised(distribution: str) -> str:

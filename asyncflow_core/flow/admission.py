@@ -51,10 +51,11 @@ class Admission:
         Raises:
             InvariantError: the batch was never admitted, or is trained already.
         """
-        if not self._version <= batch <= self._batch:
+        begun = self._batch if self._in_batch else self._batch - 1
+        if not self._version <= batch <= begun:
             raise InvariantError(
-                f"a group of batch {batch} was dropped, but batches {self._version} to "
-                f"{self._batch} are open"
+                f"a group of batch {batch} was dropped, but the batches admitted and not yet "
+                f"trained are {list(range(self._version, begun + 1))}"
             )
         self._replacements.append(batch)
 

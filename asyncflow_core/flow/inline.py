@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
-from asyncflow_core.errors import PeerLostError
+from asyncflow_core.errors import ServiceClosedError
 from asyncflow_core.flow.control import RankControl
 from asyncflow_core.flow.host import Host
 from asyncflow_core.flow.launch import Launcher, ProcessSpec, RunningProcess
-from asyncflow_core.flow.local import make_run_dir
+from asyncflow_core.flow.run_dir import RunDirectory
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.data_store import DataStore
 
@@ -24,19 +23,19 @@ class InlineLauncher(Launcher):
     def __init__(self, registry: Registry) -> None:
         """Build services from this registry."""
         self._registry = registry
-        self._run_dir: Path | None = None
+        self._directory: RunDirectory | None = None
         self._processes: dict[str, InlineProcess] = {}
 
     @property
     def run_dir(self) -> Path:
         """A private directory; after `open`."""
-        if self._run_dir is None:
-            raise PeerLostError("the launcher is not open")
-        return self._run_dir
+        if self._directory is None:
+            raise ServiceClosedError("the launcher is not open")
+        return self._directory.path
 
     async def open(self) -> None:
         """Make the directory."""
-        self._run_dir = make_run_dir()
+        self._directory = await asyncio.to_thread(RunDirectory)
 
     async def start(self, spec: ProcessSpec, store: DataStore) -> RunningProcess:
         """Begin to open one host."""
@@ -54,9 +53,9 @@ class InlineLauncher(Launcher):
         for process in self._processes.values():
             await process.stop()
         self._processes.clear()
-        if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
-            self._run_dir = None
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
 
 
 class InlineProcess(RunningProcess):

@@ -1,7 +1,9 @@
 """The `local` launcher: services as supervised processes of this machine.
 
-Each child is a session of its own. Its standard input is its lifeline: when this process ends in
-whatever way, the kernel closes the pipe, and the child ends its process group (`flow.serve`).
+Nothing outlives the run. Closing the launcher ends each child, by signal, then by force. When this
+process itself is killed, the guard (`flow.guard`) ends all children, also stopped ones, and removes
+the run's directory. Should the guard be killed as well, each child ends its own process group when
+its standard input ends (`flow.serve`), and the next run's start sweeps what is left.
 """
 
 from __future__ import annotations
@@ -9,21 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
-import tempfile
+import subprocess
+import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from asyncflow_core.config import Section
-from asyncflow_core.errors import PeerLostError, ServiceTimeoutError
+from asyncflow_core.errors import PeerLostError, ServiceClosedError, ServiceTimeoutError
+from asyncflow_core.flow import guard
 from asyncflow_core.flow.launch import Launcher, ProcessSpec, RunningProcess
+from asyncflow_core.flow.run_dir import RunDirectory
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.wire import Client, remote
 
-__all__ = ["LocalLauncher", "LocalOptions", "make_run_dir"]
+__all__ = ["LocalLauncher", "LocalOptions"]
 
 _LAST_LINES = 12
 
@@ -39,45 +43,32 @@ class LocalOptions(Section):
     """Threads of numeric libraries in each process (OMP_NUM_THREADS)."""
 
 
-def make_run_dir() -> Path:
-    """A directory of mode 0700 for sockets and shared memory; dead runs' are swept first.
-
-    It lies in shared memory where there is some, and is named after this process, so that what a
-    killed run left behind is known to be nobody's.
-    """
-    shm = Path("/dev/shm")  # noqa: S108 - a private 0700 folder is made inside it
-    base = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-    for old in base.glob("asyncflow-*"):
-        owner = old.name.split("-")[1]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and old.owner() == _user():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"asyncflow-{os.getpid()}-", dir=base))
-
-
-def _user() -> str:
-    return Path(f"/proc/{os.getpid()}").owner()
-
-
 class LocalLauncher(Launcher):
     """Starts `asyncflow serve` processes and ends them all when closed."""
 
     def __init__(self, options: LocalOptions) -> None:
         """Keep the options."""
         self._options = options
-        self._run_dir: Path | None = None
+        self._directory: RunDirectory | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._processes: list[LocalProcess] = []
         self._master_port = 0
 
     @property
     def run_dir(self) -> Path:
         """The run's private directory; after `open`."""
-        if self._run_dir is None:
-            raise PeerLostError("the launcher is not open")
-        return self._run_dir
+        if self._directory is None:
+            raise ServiceClosedError("the launcher is not open")
+        return self._directory.path
 
     async def open(self) -> None:
-        """Make the run's directory."""
-        self._run_dir = make_run_dir()
+        """Make the run's directory, start its guard."""
+        self._directory = await asyncio.to_thread(RunDirectory)
+        self._guard = subprocess.Popen(  # noqa: ASYNC220, S603 - takes milliseconds, our own file
+            [sys.executable, "-I", "-S", guard.__file__, str(self.run_dir)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         with socket.socket() as probe:  # for torch.distributed's rendezvous of trainer ranks
             probe.bind(("127.0.0.1", 0))
             self._master_port = probe.getsockname()[1]
@@ -86,20 +77,32 @@ class LocalLauncher(Launcher):
         """Start one process; it reaches the store by its address."""
         process = LocalProcess(spec, self._options)
         self._processes.append(process)
-        await process.start(self._environment(spec))
+        group = await process.start(self._environment(spec))
+        assert self._guard is not None
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed: lifelines remain
+            os.write(self._guard.stdin.fileno(), b"%d\n" % group)
         return process
 
     async def aclose(self) -> None:
-        """End all processes side by side, then remove the run's directory."""
+        """End all processes side by side, then remove the run's directory. Idempotent."""
         await asyncio.gather(*(process.stop() for process in self._processes))
         self._processes.clear()
-        if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
-            self._run_dir = None
+        if self._directory is not None:
+            # What an engine started in a session of its own.
+            await asyncio.to_thread(guard.end_marked, str(self.run_dir))
+            self._directory.remove()
+            self._directory = None
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.kill()
+            self._guard.wait()  # noqa: ASYNC222 - it is dead
+            self._guard.stdin.close()
+            self._guard = None
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         environment = {
             **os.environ,
+            guard.MARK: str(self.run_dir),
             "OMP_NUM_THREADS": str(self._options.threads),
             "PYTHONUNBUFFERED": "1",
             # Functions by module:name are looked up where the command was started.
@@ -130,8 +133,8 @@ class LocalProcess(RunningProcess):
         self._client: Client | None = None
         self._exited: asyncio.Task[int] | None = None
 
-    async def start(self, environment: dict[str, str]) -> None:
-        """Spawn it and hand it its spec."""
+    async def start(self, environment: dict[str, str]) -> int:
+        """Spawn it and hand it its spec; returns its process group."""
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(self._spec.log_path, "ab") as log:  # noqa: ASYNC230 - opened once, at start
             self._process = await asyncio.create_subprocess_exec(
@@ -148,6 +151,7 @@ class LocalProcess(RunningProcess):
         with contextlib.suppress(ConnectionError):  # it died at once: `ended` tells
             self._process.stdin.write(self._spec.model_dump_json().encode() + b"\n")
             await self._process.stdin.drain()
+        return self._process.pid
 
     async def ready(self) -> None:
         """Connect to it; raises what `ended` says if it dies first."""
@@ -199,8 +203,7 @@ class LocalProcess(RunningProcess):
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         await asyncio.wait({self._exited}, timeout=self._options.stop_timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        guard.end_group(self._process.pid)
         await self._exited
         if self._process.stdin is not None:
             self._process.stdin.close()

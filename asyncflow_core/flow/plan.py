@@ -5,13 +5,15 @@ Nothing is started. `asyncflow doctor` prints what this finds; a run begins with
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
-from asyncflow_core.config import RunConfig, StageConfig
+from asyncflow_core.config import RunConfig, ServiceConfig, StageConfig
 from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import AsyncFlowError, ConfigError, PluginError
 from asyncflow_core.flow.dataflow import dataflow_faults
@@ -51,8 +53,8 @@ class Chosen:
     capabilities: Any
 
     def dump(self) -> dict[str, Any]:
-        """The options as plain values, for a process or a file."""
-        return self.options.model_dump(mode="json")
+        """The options that were given, as plain values, for a process or a file."""
+        return self.options.model_dump(mode="json", exclude_unset=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,9 @@ class _Planner:
         tree = self._source.tree if config is None else config.model_dump()
         shared = {"model": self._shared_model(tree)}
         if config is not None:
-            shared["max_staleness"] = config.workflow.bound
+            flow = config.workflow
+            shared["max_staleness"] = flow.bound
+            shared["total_updates"] = flow.steps * flow.updates_per_step
         for section in _SECTIONS:
             if isinstance(tree.get(section), Mapping):
                 self._choose(section, (section,), tree[section], shared)
@@ -109,6 +113,7 @@ class _Planner:
             raise ConfigError(self._faults)
         mode = self._switch_mode(config)
         self._check_capabilities(config)
+        self._check_processes(config)
         tasks = self._tasks(config)
         if self._faults:
             raise ConfigError(self._faults)
@@ -221,6 +226,35 @@ class _Planner:
                 f"loss {config.loss.plugin!r} asks for entropy, which trainer plugin "
                 f"{config.trainer.plugin!r} does not give",
             )
+
+    def _check_processes(self, config: RunConfig) -> None:
+        self._check_process("rollout", config.rollout, config.rollout.replicas, "replicas")
+        self._check_process("trainer", config.trainer, config.trainer.world_size, "ranks")
+        both = sorted(set(config.rollout.devices) & set(config.trainer.devices))
+        if both:
+            self._fault(
+                ("trainer", "devices"),
+                f"devices {both} are given to rollout and trainer; a device serves one of them",
+            )
+
+    def _check_process(self, name: str, section: ServiceConfig, shares: int, what: str) -> None:
+        if not os.access(section.python, os.X_OK) or os.path.isdir(section.python):
+            self._fault((name, "python"), f"there is no interpreter at {section.python!r}")
+        devices = section.devices
+        if len(set(devices)) < len(devices):
+            self._fault((name, "devices"), f"{list(devices)} names a device twice")
+        if len(devices) % shares:
+            self._fault(
+                (name, "devices"), f"{len(devices)} devices do not divide among {shares} {what}"
+            )
+        if not self._chosen["launcher"].capabilities.processes:
+            for field in ("python", "devices"):
+                if getattr(section, field) != {"python": sys.executable, "devices": ()}[field]:
+                    self._fault(
+                        (name, field),
+                        f"launcher {self._chosen['launcher'].plugin.name!r} starts no processes, "
+                        f"so {field} has no effect; leave it out, or use launcher local",
+                    )
 
     def _tasks(self, config: RunConfig) -> dict[str, TaskSpec]:
         everything = ("train", "eval")

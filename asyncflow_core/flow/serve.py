@@ -1,7 +1,7 @@
 """A service's process: build what the spec says, answer until told to stop or until the run dies.
 
 The spec comes as one line of JSON on standard input, which stays open: when it ends, the run's own
-process is gone, and this process ends its whole process group and sweeps the run's directory.
+process is gone, and this process ends with its whole process group.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -32,6 +31,9 @@ from asyncflow_core.wire import Client, Server, remote, serve_object, serve_serv
 __all__ = ["INTERFACES", "SUPPORTS", "serve_from_stdin", "serve_until_stopped"]
 
 _log = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0
+"""Time a failed service gets to close."""
 
 INTERFACES: dict[str, type[Any]] = {
     "data_store": DataStore,
@@ -59,14 +61,17 @@ def serve_from_stdin() -> int:
         spec = ProcessSpec.model_validate_json(sys.stdin.buffer.readline())
     except ValidationError as error:
         raise ConfigError(f"the process spec on standard input is not valid: {error}") from error
-    threading.Thread(target=_end_with_the_run, args=(spec.run_dir,), daemon=True).start()
-    return asyncio.run(_serve(spec))
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+    try:
+        return asyncio.run(_serve(spec))
+    except Exception:
+        _log.exception("%s failed", spec.name)
+        return 1
 
 
-def _end_with_the_run(run_dir: str) -> None:
+def _end_with_the_run() -> None:
     while os.read(0, 1):
         pass
-    shutil.rmtree(run_dir, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # with whatever an engine started
     os._exit(1)
@@ -117,5 +122,9 @@ async def serve_until_stopped(failed: asyncio.Future[None]) -> int:
     await stop.wait()
     if failed.done() and not failed.cancelled() and failed.exception() is not None:
         _log.error("the worker failed", exc_info=failed.exception())
+        # A failure is known by the process's end, which an engine that does not close must not delay.
+        timer = threading.Timer(_CLOSE_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
         return 1
     return 0

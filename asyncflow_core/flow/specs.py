@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,10 @@ def process_specs(
     config = plan.config
     weight_sync = _part(plan, "weight_sync")
 
-    def spec(name: str, section: ServiceConfig | None, **fields: Any) -> ProcessSpec:
-        visible = ",".join(map(str, section.devices)) if section else ""
+    def spec(
+        name: str, section: ServiceConfig | None, devices: Sequence[int] = (), **fields: Any
+    ) -> ProcessSpec:
+        visible = ",".join(map(str, devices))
         return ProcessSpec(
             name=name,
             seed=config.seed,
@@ -58,6 +60,7 @@ def process_specs(
             **fields,
         )
 
+    share = len(config.rollout.devices) // config.rollout.replicas
     for number in range(config.rollout.replicas):
         role = RolloutRole(
             task=_task(plan.tasks["rollout"]),
@@ -69,6 +72,7 @@ def process_specs(
         yield spec(
             f"rollout-{number}",
             config.rollout,
+            config.rollout.devices[number * share : (number + 1) * share],
             kind="rollout",
             plugin=chosen.plugin,
             options=chosen.options,
@@ -79,6 +83,7 @@ def process_specs(
         yield spec(
             f"trainer-{rank}",
             config.trainer,
+            config.trainer.devices,
             kind="trainer",
             plugin=chosen.plugin,
             options=chosen.options,

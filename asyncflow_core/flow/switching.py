@@ -67,10 +67,10 @@ class Switching:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Stage(replica, version):
-                    self._spawn(self._stage(replica, version))
-                case Commit(replica, version):
-                    self._spawn(self._commit(replica, version))
+                case Stage(replica, version, call):
+                    self._spawn(self._stage(replica, version, call))
+                case Commit(replica, version, call):
+                    self._spawn(self._commit(replica, version, call))
                 case Retire(version):
                     del self._published[version]
                     self._spawn(self._trainer.retire(version))
@@ -82,22 +82,22 @@ class Switching:
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         self._group.create_task(call)
 
-    async def _stage(self, replica: str, version: int) -> None:
+    async def _stage(self, replica: str, version: int, call: int) -> None:
         try:
             staged = await self._replicas[replica].stage(self._published[version])
         except AsyncFlowError as error:
-            self._carry_out(self._protocol.failed(replica, version, str(error), time.monotonic()))
+            self._carry_out(self._protocol.failed(replica, call, str(error), time.monotonic()))
             return
         self.stage_s = staged.wall_s
-        self._carry_out(self._protocol.staged(replica, version, staged.checksum, time.monotonic()))
+        self._carry_out(self._protocol.staged(replica, call, staged.checksum, time.monotonic()))
 
-    async def _commit(self, replica: str, version: int) -> None:
+    async def _commit(self, replica: str, version: int, call: int) -> None:
         try:
             await self._replicas[replica].commit(version, self._mode)
         except AsyncFlowError as error:
-            self._carry_out(self._protocol.failed(replica, version, str(error), time.monotonic()))
+            self._carry_out(self._protocol.failed(replica, call, str(error), time.monotonic()))
             return
-        self._carry_out(self._protocol.committed(replica, version, time.monotonic()))
+        self._carry_out(self._protocol.committed(replica, call, time.monotonic()))
 
 
 async def _fail(replica: str, version: int, reason: str) -> None:

@@ -6,6 +6,7 @@ used it. Each row's staleness is checked again here, where it counts.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from asyncflow_core.errors import ServiceError, StalenessViolationError
 from asyncflow_core.flow.control import StepReport, TrainerControl
 from asyncflow_core.flow.fanout import Ranks
 from asyncflow_core.flow.micro_batches import split
+from asyncflow_core.flow.worker import LeaseKeeper
 from asyncflow_core.metrics import Means
 from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
 from asyncflow_core.services.trainer import LossSpec, SupportsModelExport, Trainer
@@ -96,6 +98,7 @@ class TrainWorker(TrainerControl):
         self._ranks = ranks
         self._weight_sync = weight_sync
         self._settings = settings
+        self._keeper = LeaseKeeper(store, settings.lease_s)
         self._registration: Registration | None = None
 
     async def start(self) -> None:
@@ -123,8 +126,14 @@ class TrainWorker(TrainerControl):
     async def step(self, version: int) -> StepReport:
         """Train one global batch."""
         tally = _Tally()
-        for update in range(self._settings.updates_per_step):
-            await self._update(version, update, tally)
+        # Waiting for the rest of a share, or computing a large one, may take longer than a lease.
+        keeping = asyncio.create_task(self._keeper.run())
+        try:
+            for update in range(self._settings.updates_per_step):
+                await self._update(version, update, tally)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         return StepReport(
             version=version + 1,
             rows=tally.rows,
@@ -220,6 +229,7 @@ class TrainWorker(TrainerControl):
                 said = time.perf_counter()
                 await self._say_who(version, groups, said - start)
         tally.wait_s += time.perf_counter() - start
+        self._keeper.hold(lease.lease_id)
         rows = [_Held(lease, info) for info in lease.rows]
         # Groups that lost rows are smaller, so that one more may have fitted the limit.
         surplus = set(list(dict.fromkeys(row.info.key.group for row in rows))[groups:])
@@ -264,6 +274,8 @@ class TrainWorker(TrainerControl):
         """Let the leases outlast the update; rows of lost ones leave `held`."""
         leases = {row.lease.lease_id for row in held}
         lost = await self._store.renew(tuple(leases), lease_s=self._settings.lease_s)
+        for lease_id in lost:
+            self._keeper.let_go(lease_id)
         held[:] = [row for row in held if row.lease.lease_id not in lost]
         return not lost
 
@@ -271,6 +283,7 @@ class TrainWorker(TrainerControl):
         start = time.perf_counter()
         for ref in _refs(held):
             result = await self._store.commit(ref, version=version + 1)
+            self._keeper.let_go(ref.lease_id)
             if result.dropped:
                 raise ServiceError(
                     f"{result.dropped} rows of step {version} were dropped while they were trained",

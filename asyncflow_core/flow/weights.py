@@ -20,18 +20,20 @@ __all__ = ["Commit", "Fail", "Instruction", "Retire", "Stage", "WeightProtocol"]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Let a replica take in a version beside the one that serves."""
+    """Let a replica take in a version beside the one that serves; its report cites `call`."""
 
     replica: str
     version: int
+    call: int
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Let a replica serve the version it has confirmed."""
+    """Let a replica serve the version it has confirmed; its report cites `call`."""
 
     replica: str
     version: int
+    call: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class _Replica:
     serving: int | None = None
     phase: _Phase = _Phase.IDLE
     target: int = -1
+    call: int = -1
     attempt: int = 0
     deadline: float = 0.0
 
@@ -84,6 +87,7 @@ class WeightProtocol:
     attempts: int = 2
     _checksums: dict[int, str] = field(default_factory=dict)
     _newest: int | None = None
+    _calls: int = 0
     _replicas: dict[str, _Replica] = field(default_factory=dict)
 
     def serving(self, replica: str) -> int | None:
@@ -124,36 +128,36 @@ class WeightProtocol:
             found.extend(self._proceed(name, now))
         return found + list(self._retire())
 
-    def staged(self, replica: str, version: int, checksum: str, now: float) -> list[Instruction]:
+    def staged(self, replica: str, call: int, checksum: str, now: float) -> list[Instruction]:
         """A replica reports what it really holds."""
-        state = self._replicas.get(replica)
-        if state is None or state.phase is not _Phase.STAGING or state.target != version:
-            return []  # a late report of a replica that left, failed or came back
-        if checksum != self._checksums[version]:
-            reason = f"checksum {checksum} is not the published {self._checksums[version]}"
-            return self.failed(replica, version, reason, now)
-        state.phase, state.deadline = _Phase.COMMITTING, now + self.commit_timeout_s
-        return [Commit(replica, version), *self._retire()]
-
-    def failed(self, replica: str, version: int, reason: str, now: float) -> list[Instruction]:
-        """A stage or commit of a replica failed; what served serves on."""
-        state = self._replicas.get(replica)
-        if state is None or state.target != version:
+        state = self._awaited(replica, call)
+        if state is None or state.phase is not _Phase.STAGING:
             return []
-        if state.phase not in (_Phase.STAGING, _Phase.COMMITTING):
+        published = self._checksums[state.target]
+        if checksum != published:
+            reason = f"checksum {checksum} is not the published {published}"
+            return self.failed(replica, call, reason, now)
+        state.phase, state.deadline = _Phase.COMMITTING, now + self.commit_timeout_s
+        state.call = self._next_call()
+        return [Commit(replica, state.target, state.call), *self._retire()]
+
+    def failed(self, replica: str, call: int, reason: str, now: float) -> list[Instruction]:
+        """A stage or commit of a replica failed; what served serves on."""
+        state = self._awaited(replica, call)
+        if state is None:
             return []
         state.phase = _Phase.IDLE
         if state.attempt < self.attempts:
             return list(self._proceed(replica, now)) + list(self._retire())
         state.phase = _Phase.FAILED
-        return [Fail(replica, version, reason), *self._retire()]
+        return [Fail(replica, state.target, reason), *self._retire()]
 
-    def committed(self, replica: str, version: int, now: float) -> list[Instruction]:
-        """A replica serves a version."""
-        state = self._replicas.get(replica)
-        if state is None or state.phase is not _Phase.COMMITTING or state.target != version:
+    def committed(self, replica: str, call: int, now: float) -> list[Instruction]:
+        """A replica serves what it was told to."""
+        state = self._awaited(replica, call)
+        if state is None or state.phase is not _Phase.COMMITTING:
             return []
-        state.phase, state.serving, state.attempt = _Phase.IDLE, version, 0
+        state.phase, state.serving, state.attempt = _Phase.IDLE, state.target, 0
         return list(self._proceed(replica, now)) + list(self._retire())
 
     def tick(self, now: float) -> list[Instruction]:
@@ -163,8 +167,21 @@ class WeightProtocol:
             if state.phase in (_Phase.STAGING, _Phase.COMMITTING) and now >= state.deadline:
                 state.attempt = self.attempts  # a replica that does not answer is not asked again
                 reason = f"no answer while {state.phase}, its deadline passed"
-                found.extend(self.failed(name, state.target, reason, now))
+                found.extend(self.failed(name, state.call, reason, now))
         return found
+
+    def _awaited(self, replica: str, call: int) -> _Replica | None:
+        """The replica if `call` is what it was asked last; None for a late report of one that left,
+        failed or came back.
+        """
+        state = self._replicas.get(replica)
+        if state is None or state.call != call:
+            return None
+        return state if state.phase in (_Phase.STAGING, _Phase.COMMITTING) else None
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
 
     def _proceed(self, replica: str, now: float) -> Iterator[Instruction]:
         state = self._replicas[replica]
@@ -175,7 +192,8 @@ class WeightProtocol:
         state.attempt = state.attempt + 1 if state.target == self._newest else 1
         state.phase, state.target = _Phase.STAGING, self._newest
         state.deadline = now + self.stage_timeout_s
-        yield Stage(replica, self._newest)
+        state.call = self._next_call()
+        yield Stage(replica, self._newest, state.call)
 
     def _retire(self) -> Iterator[Instruction]:
         wanted = {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column, Key
-from asyncflow_core.errors import DataError
+from asyncflow_core.errors import AsyncFlowError, DataError, ServiceError
 from asyncflow_core.flow.worker import Part, Work
 from asyncflow_core.parts import Stage, StageContract
 from asyncflow_core.schema import CANONICAL
@@ -113,18 +113,30 @@ async def _generate(
         if len(requests) == 1:
             ready.put_nowait((requests[0].key, f"refused by the engine: {error}"))
             return
-        # None was started: one by one, so that only the prompts at fault are lost.
-        for request in requests:
-            await _generate(service, [request], ready)
+        # None was started: each by itself, so that only the prompts at fault are lost.
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(_generate(service, [request], ready))
 
 
 def stage_work(stage: Stage, contract: StageContract, name: str, executor: Executor) -> Work:
     """Run a stage on a worker thread; its faults name it, its columns are brought to the schema."""
 
+    def call(batch: Batch) -> Batch:
+        # Caught here, on the thread: a StopIteration would never reach the event loop.
+        try:
+            columns = stage(batch)
+        except AsyncFlowError:
+            raise
+        except Exception as error:
+            raise ServiceError(
+                f"stage {name!r} failed: {type(error).__name__}: {error}", service=name
+            ) from error
+        return to_columns(columns, contract.writes, batch.rows, name)
+
     async def work(lease: Lease, batch: Batch) -> AsyncIterator[Part]:
         loop = asyncio.get_running_loop()
-        columns = await loop.run_in_executor(executor, stage, batch)
-        yield Part(lease.rows, to_columns(columns, contract.writes, batch.rows, name))
+        yield Part(lease.rows, await loop.run_in_executor(executor, call, batch))
 
     return work
 
@@ -143,13 +155,18 @@ def to_columns(columns: Any, writes: Sequence[str], rows: int, stage: str) -> Ba
     """What a stage returned, as columns.
 
     Raises:
-        DataError: not a mapping of exactly `writes`, or another number of rows.
+        DataError: not a mapping of exactly `writes`, values that are no column of the schema, or
+            another number of rows.
     """
     if not isinstance(columns, Mapping) or set(columns) != set(writes):
         got = sorted(columns) if isinstance(columns, Mapping) else type(columns).__name__
         raise DataError(f"stage {stage!r} must return the columns {sorted(writes)}, got {got}")
-    made = {name: _to_column(name, value) for name, value in columns.items()}
-    for name, column in made.items():
+    made: dict[str, Column] = {}
+    for name, value in columns.items():
+        try:
+            column = made[name] = _to_column(name, value)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"stage {stage!r}, column {name!r}: {error}") from error
         if len(column) != rows:
             raise DataError(
                 f"stage {stage!r} returned {len(column)} rows in column {name!r} for {rows} rows"

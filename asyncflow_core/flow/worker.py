@@ -7,15 +7,16 @@ work is (generate, score, compute advantages, record) is a function from a lease
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column
-from asyncflow_core.errors import LeaseLostError
+from asyncflow_core.errors import AsyncFlowError, LeaseLostError
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
 
@@ -72,23 +73,25 @@ class LeaseKeeper:
         self._lease_s = lease_s
         self._held: set[int] = set()
 
-    def hold(self, lease: Lease) -> None:
+    def hold(self, lease_id: int) -> None:
         """Start renewing a lease."""
-        self._held.add(lease.lease_id)
+        self._held.add(lease_id)
 
-    def let_go(self, lease: Lease) -> None:
+    def let_go(self, lease_id: int) -> None:
         """Stop renewing it."""
-        self._held.discard(lease.lease_id)
+        self._held.discard(lease_id)
 
     async def run(self) -> None:
         """Renew until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
             if self._held:
-                lost = await self._store.renew(tuple(self._held), lease_s=self._lease_s)
-                self._held -= set(lost)
+                found = await self._store.renew(tuple(self._held), lease_s=self._lease_s)
+                # What was let go meanwhile has ended, it is not lost.
+                lost = self._held & set(found)
+                self._held -= lost
                 if lost:
-                    _log.warning("leases %s are lost; their rows went to others", list(lost))
+                    _log.warning("leases %s are lost; their rows went to others", sorted(lost))
 
 
 class Worker:
@@ -161,7 +164,7 @@ class Worker:
             lease = await self._ask(group)
             if lease is not None:
                 self._hold(len(lease.rows))
-                self._keeper.hold(lease)
+                self._keeper.hold(lease.lease_id)
                 group.create_task(self._handle(lease))
 
     async def _ask(self, group: asyncio.TaskGroup) -> Lease | None:
@@ -202,13 +205,23 @@ class Worker:
                 for info in part.rows:
                     del left[info.row]
                 self._hold(-len(part.rows))
-            if left:
-                await self._store.release(lease.ref(tuple(left.values())))
+            await self._release(lease, left)
         except LeaseLostError as error:
             _log.warning("%s: %s; the rows are done again elsewhere", self._requester, error)
+            await self._release(lease, left)
+        except Exception:
+            # This worker ends, others may go on with the rows before the lease does.
+            with contextlib.suppress(AsyncFlowError):
+                await self._release(lease, left)
+            raise
         finally:
-            self._keeper.let_go(lease)
+            self._keeper.let_go(lease.lease_id)
             self._hold(-len(left))
+
+    async def _release(self, lease: Lease, left: Mapping[int, RowInfo]) -> None:
+        """Give back what is not committed; rows of a lost lease are back already."""
+        if left:
+            await self._store.release(lease.ref(tuple(left.values())))
 
     async def _finish(self, lease: Lease, part: Part) -> None:
         if part.drop:

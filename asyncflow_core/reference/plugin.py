@@ -30,7 +30,6 @@ from asyncflow_core.reference.tokenizer import CharactersOptions, CharactersToke
 from asyncflow_core.reference.weight_sync import (
     MEMORY_WEIGHT_SYNC,
     MemoryWeightSync,
-    MemoryWeightSyncOptions,
 )
 from asyncflow_core.registry import Registrar
 from asyncflow_core.services.data_store import DataStore, DataStoreCapabilities
@@ -90,7 +89,6 @@ def asyncflow_register(registrar: Registrar) -> None:
         "memory",
         MemoryWeightSync,
         api_version=1,
-        options=MemoryWeightSyncOptions,
         capabilities=MEMORY_WEIGHT_SYNC,
     )
     registrar.add(

@@ -88,7 +88,8 @@ class TabularTrainer(Trainer):
         self._options, self._ctx = options, ctx
         self._name = ctx.name or "tabular"
         self._collective = Collective(
-            name=self._name,
+            # Ranks are called trainer-0, trainer-1: what stands before is the name they share.
+            name=self._name.removesuffix(f"-{ctx.rank}"),
             rank=ctx.rank,
             world_size=ctx.world_size,
             run_dir=ctx.run_dir,
@@ -140,9 +141,10 @@ class TabularTrainer(Trainer):
             return Batch({"logprobs": Column(logprobs.astype(np.float32), offsets)})
 
     async def forward_backward(
-        self, batch: Batch, loss: LossSpec, *, last: bool
+        self, batch: Batch, loss: LossSpec | str, *, last: bool
     ) -> ForwardBackwardInfo:
         """Add one micro-batch's gradient; ranks meet in `optim_step`, so `last` changes nothing."""
+        loss = LossSpec.of(loss)
         model, resolved = self._opened(), self._resolve(loss)
         if not batch.rows:
             return ForwardBackwardInfo(loss_sum=0.0, weight=0.0, tokens=0, rows=0)

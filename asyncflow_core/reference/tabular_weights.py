@@ -55,10 +55,10 @@ def write_weights(model: TabularModel, bucket_bytes: int) -> Iterator[Bucket]:
     """The logits in buckets of at most `bucket_bytes`, a larger tensor alone.
 
     All buckets use one buffer, as the contract allows, so that a receiver that keeps a bucket
-    without copying is found out here. The logits are those of the first call, whatever happens to
-    the model meanwhile.
+    without copying is found out here. An update makes a new table, so the logits are those of the
+    first call, whatever the trainer does meanwhile.
     """
-    tensors = model.tensors(model.logits.copy())
+    tensors = model.tensors()
     groups: list[list[TensorSpec]] = [[]]
     offset = 0
     for spec in model.specs():

@@ -9,11 +9,9 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from asyncflow_core.config import Section
 from asyncflow_core.errors import ServiceClosedError, ServiceError
 from asyncflow_core.parts import PartContext
+from asyncflow_core.registry import NoOptions
 from asyncflow_core.services.weight_sync import (
     Bucket,
     ManifestBuilder,
@@ -25,20 +23,13 @@ from asyncflow_core.services.weight_sync import (
     WeightSyncStats,
 )
 
-__all__ = ["MEMORY_WEIGHT_SYNC", "MemoryWeightSync", "MemoryWeightSyncOptions"]
+__all__ = ["MEMORY_WEIGHT_SYNC", "MemoryWeightSync"]
 
 _TRANSPORT = "memory"
 
 MEMORY_WEIGHT_SYNC = WeightSyncCapabilities(
     localities=frozenset({"process"}), source="buckets", concurrent_versions=2
 )
-
-
-class MemoryWeightSyncOptions(Section):
-    """Options of the `memory` weight sync."""
-
-    concurrent_versions: int = Field(default=MEMORY_WEIGHT_SYNC.concurrent_versions, ge=1)
-    """Versions held at once; publishing another waits until one is retired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +46,8 @@ _numbers = itertools.count()
 class MemoryWeightSync(WeightSync):
     """Either side. The publishing one owns the copies, until `retire` or `aclose`."""
 
-    def __init__(self, options: MemoryWeightSyncOptions, ctx: PartContext) -> None:
-        """Keep the options."""
-        self._options = options
+    def __init__(self, options: NoOptions, ctx: PartContext) -> None:
+        """Keep the name; there are no options."""
         self._name = ctx.name or "memory"
         self._open = False
         self._mine: dict[tuple[int, int], int] = {}
@@ -94,9 +84,8 @@ class MemoryWeightSync(WeightSync):
                     service=self._name,
                 )
             async with self._room:
-                await self._room.wait_for(
-                    lambda: not self._open or len(self._mine) < self._options.concurrent_versions
-                )
+                most = MEMORY_WEIGHT_SYNC.concurrent_versions
+                await self._room.wait_for(lambda: not self._open or len(self._mine) < most)
             self._check_open()
             started, builder, copies = time.perf_counter(), ManifestBuilder(version, life), []
             async for bucket in buckets:

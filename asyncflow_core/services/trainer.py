@@ -40,6 +40,11 @@ class LossSpec:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, loss: LossSpec | str) -> LossSpec:
+        """What was given, or the loss of that name with its default options."""
+        return cls(loss) if isinstance(loss, str) else loss
+
 
 @dataclass(frozen=True, slots=True)
 class LossCapabilities:
@@ -174,11 +179,11 @@ class Trainer(Service):
 
     @abstractmethod
     async def forward_backward(
-        self, batch: Batch, loss: LossSpec, *, last: bool
+        self, batch: Batch, loss: LossSpec | str, *, last: bool
     ) -> ForwardBackwardInfo:
         """Add one micro-batch's gradient; `last` says no other follows before `optim_step`.
 
-        An empty batch is allowed and adds nothing: ranks stay in step.
+        A loss is given by its name, or as a `LossSpec` with options (`LossSpec.of` takes both). An empty batch is allowed and adds nothing: ranks stay in step.
         """
 
     @abstractmethod

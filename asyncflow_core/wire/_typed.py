@@ -179,7 +179,7 @@ class Builder:
                 raise
             try:
                 return cls(**found)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, LookupError, ArithmeticError) as error:
                 raise _MismatchError(value, f"a valid {cls.__name__} ({error})") from None
 
         return convert

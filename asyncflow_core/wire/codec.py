@@ -44,7 +44,7 @@ _DTYPE_NAMES = ", ".join(dtype.name for dtype in _DTYPES)
 _EXT_KEY, _EXT_ARRAY, _EXT_FRAME = 1, 2, 3
 _GROUP_KEY = struct.Struct("<HIQ")
 _FRAME_NUMBER = struct.Struct("<I")
-# Below this an array rides in the header: a frame of its own costs about 2 us at each end.
+# Below this an array rides in the header, which is cheaper than a frame of its own.
 _INLINE_BYTES = 512
 _LEAVES = frozenset((type(None), bool, int, float, str, bytes, Key, GroupKey, np.ndarray))
 _KEYS = frozenset((str, int, Key, GroupKey))
@@ -233,7 +233,7 @@ def _over_limit(header: Buffer, frames: Sequence[Buffer], limits: Limits) -> str
 
 
 def _check_tree(tree: Any, depth: int) -> None:
-    """Level by level, which costs a third of a recursive walk."""
+    """Level by level: no nesting, however deep, can exhaust the stack."""
     level = [tree]
     for _ in range(depth + 1):
         below: list[Any] = []

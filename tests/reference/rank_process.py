@@ -19,7 +19,7 @@ async def main(rank: int, world_size: int, run_dir: Path) -> None:
     registry.add(plugin)
     options = TabularTrainerOptions(vocab_size=7, optimizer="adam", lr=0.1, timeout_s=20.0)
     ctx = PartContext(
-        name="trainer", rank=rank, world_size=world_size, run_dir=run_dir, registry=registry
+        name=f"trainer-{rank}", rank=rank, world_size=world_size, run_dir=run_dir, registry=registry
     )
     async with TabularTrainer(options, ctx) as trainer:
         for step in range(3):

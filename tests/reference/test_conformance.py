@@ -19,8 +19,8 @@ from asyncflow_core.reference.tabular_weights import write_weights
 from asyncflow_core.reference.weight_sync import (
     MEMORY_WEIGHT_SYNC,
     MemoryWeightSync,
-    MemoryWeightSyncOptions,
 )
+from asyncflow_core.registry import NoOptions
 from asyncflow_core.services.trainer import LossSpec
 from asyncflow_core.services.weight_sync import Bucket
 from asyncflow_core.testing.rollout import RolloutTests
@@ -97,7 +97,7 @@ class TestTabularTrainer(TrainerTests):
 class TestMemoryWeightSync(WeightSyncTests):
     @pytest.fixture
     def unopened(self):
-        return MemoryWeightSync(MemoryWeightSyncOptions(), PartContext(name="weights"))
+        return MemoryWeightSync(NoOptions(), PartContext(name="weights"))
 
     @pytest.fixture
     async def service(self, unopened):
@@ -106,7 +106,7 @@ class TestMemoryWeightSync(WeightSyncTests):
 
     @pytest.fixture
     async def replica(self):
-        async with MemoryWeightSync(MemoryWeightSyncOptions(), PartContext()) as replica:
+        async with MemoryWeightSync(NoOptions(), PartContext()) as replica:
             yield replica
 
     @pytest.fixture

@@ -6,7 +6,8 @@ from asyncflow_core.batch import Column, Key
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.tabular_rollout import TabularRollout, TabularRolloutOptions
 from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions
-from asyncflow_core.reference.weight_sync import MemoryWeightSync, MemoryWeightSyncOptions
+from asyncflow_core.reference.weight_sync import MemoryWeightSync
+from asyncflow_core.registry import NoOptions
 from asyncflow_core.services.rollout import (
     GenerateRequest,
     SamplingParams,
@@ -32,7 +33,7 @@ async def test_rollout_and_trainer_learn_to_count_on(registry):
         TabularTrainer(
             TabularTrainerOptions(vocab_size=VOCAB, positions=2, optimizer="adam", lr=0.3), ctx
         ) as trainer,
-        MemoryWeightSync(MemoryWeightSyncOptions(), ctx) as weights,
+        MemoryWeightSync(NoOptions(), ctx) as weights,
     ):
         rewards = []
         for version in range(25):

@@ -175,7 +175,7 @@ def test_one_prompt_held_out_leaves_none_to_train(write):
 
 
 def test_unknown_character_names_the_line(write):
-    with pytest.raises(DataError, match=r"train.jsonl:1: the character '\\xe9'|'é'"):
-        list(build(write({"prompt": "é"})).train(0))
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the character '\xe9'"):
+        list(build(write({"prompt": "\u00e9"})).train(0))
     with pytest.raises(ConfigError, match="tokenizer"):
         build(write({"prompt": "a"}), tokenizer=None)

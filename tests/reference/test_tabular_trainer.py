@@ -29,7 +29,7 @@ PPO = LossSpec("tabular_ppo_clip")
 def trainer(registry, *, rank=0, world_size=1, run_dir=None, **options):
     merged = {"vocab_size": 7, "positions": 3, "init_scale": 1.0, **options}
     ctx = PartContext(
-        name="trainer", rank=rank, world_size=world_size, run_dir=run_dir, registry=registry
+        name=f"trainer-{rank}", rank=rank, world_size=world_size, run_dir=run_dir, registry=registry
     )
     return TabularTrainer(TabularTrainerOptions(**merged), ctx)
 

@@ -31,10 +31,10 @@ def new_directory(path: str) -> Iterator[Path]:
     """Fill a temporary neighbour of `path`; it takes the name when the block ends well.
 
     Raises:
-        ServiceError: something not empty is there already.
+        ServiceError: something is there already.
     """
     target = Path(path)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists():
         raise ServiceError(f"{target} exists already; a checkpoint goes into a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")

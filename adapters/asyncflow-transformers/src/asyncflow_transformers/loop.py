@@ -106,16 +106,22 @@ class EngineLoop:
         await self._ask(lambda: self._on_swap(swap, version, recompute=recompute))
 
     async def swap_drained(self, swap: Callable[[], None], version: int) -> None:
-        """Change weights when nothing runs; waiting requests start afterwards."""
+        """Change weights when nothing runs; waiting requests start afterwards.
+
+        Cancelled before that, it does not happen.
+        """
         if self.failure is not None:
             raise self.failure
         done = self._future()
         self._inbox.put(lambda: setattr(self, "_switch", _Switch(swap, version, done)))
-        await done
+        try:
+            await done
+        finally:
+            self._inbox.put(lambda: setattr(self, "_switch", None))
 
-    async def withdraw(self) -> None:
-        """Let no change of weights be under way any more, as after a cancelled `swap_drained`."""
-        await self._ask(lambda: setattr(self, "_switch", None))
+    async def settled(self) -> None:
+        """Return when no change of weights is under way, not even one that was cancelled."""
+        await self._ask(lambda: None)
 
     async def _ask(self, work: Callable[[], Any]) -> Any:
         if self.failure is not None:
@@ -158,6 +164,8 @@ class EngineLoop:
             self.engine = self._build()
             while not self._ended:
                 self._on_listen()
+                # Answers do not wait for a token, nor for one that fails.
+                self._on_report()
                 self._on_work()
                 self._on_report()
         except AsyncFlowError as raised:
@@ -177,13 +185,13 @@ class EngineLoop:
             self._inbox.get()()
         while not self._inbox.empty():
             self._inbox.get()()
-
-    def _on_work(self) -> None:
-        engine = self.engine
         if self._switch is not None and not engine.has_work:
             switch, self._switch = self._switch, None
             self._on_swap(switch.swap, switch.version, recompute=False)
             self._replies.append((switch.done, None))
+
+    def _on_work(self) -> None:
+        engine = self.engine
         if self._paused or self._ended:
             return
         while self._waiting and self._switch is None and len(self._running) < self._slots:

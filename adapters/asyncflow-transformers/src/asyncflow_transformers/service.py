@@ -100,8 +100,9 @@ class TransformersRollout(Rollout):
         """
         loop = self._opened()
         outbox: Outbox = asyncio.Queue()
-        pending = {self._ticket(loop.engine, request, outbox) for request in requests}
-        loop.submit(list(pending))
+        tickets = [self._ticket(loop.engine, request, outbox) for request in requests]
+        loop.submit(tickets)
+        pending = set(tickets)
         try:
             while pending:
                 ticket, result = await outbox.get()
@@ -147,7 +148,7 @@ class TransformersRollout(Rollout):
             )
         async with self._update:
             start = time.perf_counter()
-            await loop.withdraw()
+            await loop.settled()
             await self._help(lambda: self._buffer.begin(source.manifest.tensors))
             self._staged = None
             async for bucket in source.buckets:
@@ -172,7 +173,7 @@ class TransformersRollout(Rollout):
                 await loop.swap_now(self._swap, version, recompute=resume)
 
     def _swap(self) -> None:
-        """Runs on the engine's thread, so that a cancelled commit leaves no doubt what is staged."""
+        """Runs on the engine's thread: a cancelled commit leaves no doubt what is staged."""
         self._staged = None
         self._buffer.swap()
 

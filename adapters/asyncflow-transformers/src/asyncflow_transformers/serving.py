@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from asyncio import Queue
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow_core.batch import Key
+from asyncflow_core.errors import AsyncFlowError
 from asyncflow_core.services.rollout import Completion, GenerateRequest
 from asyncflow_transformers.engine import GenerationEngine
 from asyncflow_transformers.requests import EngineCompletion, EngineRequest
@@ -16,7 +18,7 @@ from asyncflow_transformers.stops import StopStrings
 
 __all__ = ["Outbox", "ServedEngine", "Ticket"]
 
-Outbox = Queue["tuple[Ticket, Completion | AsyncFlowError]"]
+Outbox: TypeAlias = "Queue[tuple[Ticket, Completion | AsyncFlowError]]"
 """Where a `generate` call waits for its results."""
 
 

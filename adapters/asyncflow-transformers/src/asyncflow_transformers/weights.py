@@ -107,10 +107,8 @@ class DoubleBuffer:
             param.data, self._staged[name] = self._staged[name], param.data
 
     def _own_name(self, spec: TensorSpec) -> str:
-        """The name under which the model lists the tensor; tied ones have several."""
-        return next(
-            (self._names[n] for n in (spec.name, *spec.aliases) if n in self._names), spec.name
-        )
+        """The name under which the model lists the tensor; a tied one has several."""
+        return self._names.get(spec.name, spec.name)
 
 
 def _copy(source: NDArray[np.uint8], target: torch.Tensor) -> None:

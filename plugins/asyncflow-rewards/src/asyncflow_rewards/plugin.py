@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncflow_core.hookspecs import hookimpl
-from asyncflow_core.parts import PartContext, Prompts
+from asyncflow_core.parts import PartContext, Prompts, StageContract
 from asyncflow_core.registry import Registrar
 from asyncflow_rewards import stages
 from asyncflow_rewards.options import (
@@ -53,5 +53,6 @@ def asyncflow_register(registrar: Registrar) -> None:
         _prompts,
         api_version=1,
         options=ReasoningGymPromptsOptions,
+        contract=StageContract((), ("answer", "entry")),
         check=_prompts_check,
     )

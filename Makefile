@@ -1,0 +1,70 @@
+# Verbs of the project; CI calls the same. `make help` lists them.
+#
+#   make demo [section.key=value ...]   install what it needs, train examples/spell_backward
+#   make test                           install, lint, run the default tests
+#   make lint                           ruff, mypy strict, import rules
+#   make bench BENCH=name               run benchmarks/name.py
+#   make test-slow, make test-demo      suites that take longer; CI runs them too
+
+PYTHON ?= python3
+VENV   ?= .venv
+BENCH  ?= ledger
+
+BIN       := $(VENV)/bin
+PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PACKAGES  := . $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/asyncflow-*/pyproject.toml adapters/asyncflow-*/pyproject.toml)))
+MANIFESTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
+SOURCES   := $(sort $(wildcard plugins/*/src adapters/*/src))
+BASE      := examples/spell_backward/base
+
+# `make demo trainer.world_size=2`: everything given on make's command line that is not one of
+# make's own variables is an override of the configuration.
+OVERRIDES := $(filter-out PYTHON=% VENV=% BENCH=%,$(MAKEOVERRIDES))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean test-slow test-demo
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "AsyncFlow needs Python 3.11 or newer; set PYTHON=..., $(PYTHON) is too old"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# What a user needs: core, plugins, adapters.
+$(VENV)/installed: $(BIN)/python $(MANIFESTS) constraints.txt
+	@echo "installing AsyncFlow into $(VENV) (PyTorch included, this can take minutes) ..."
+	@$(PIP) $(patsubst %,-e %,$(PACKAGES))
+	@touch $@
+
+# What a developer needs beside it.
+$(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
+	@$(PIP) -r requirements-dev.txt
+	@touch $@
+
+demo: $(VENV)/installed
+	@$(BIN)/python examples/spell_backward/prepare.py
+	@$(BIN)/asyncflow run examples/spell_backward/config.yaml $(OVERRIDES)
+
+test: lint
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/installed-dev
+	@$(BIN)/python -m pytest -m "slow and not gpu"
+
+# The main job, as a user starts it, and what it must have learned.
+test-demo: demo
+	@$(BIN)/python examples/spell_backward/check.py runs/demo
+
+lint: $(VENV)/installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy asyncflow_core $(SOURCES)
+	@$(BIN)/lint-imports --no-cache
+
+bench: $(VENV)/installed-dev
+	@$(BIN)/python benchmarks/$(BENCH).py
+
+clean:
+	rm -rf $(VENV) $(BASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
