@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncflow_core import metrics
-from asyncflow_core.errors import PeerLostError, ServiceTimeoutError
-from asyncflow_core.flow.control import RolloutControl, StageControl, StepReport, TrainerControl
+from asyncflow_core.errors import PeerLostError, ServiceError
+from asyncflow_core.flow.control import RolloutControl, StageControl, TrainerControl
 from asyncflow_core.flow.host import CONTROLS
 from asyncflow_core.flow.launch import Launcher, RunningProcess
 from asyncflow_core.flow.plan import Plan
-from asyncflow_core.flow.record import Recorder, Rewards, RunFolder
+from asyncflow_core.flow.record import Recorder, RunFolder
 from asyncflow_core.flow.results import StepResult, Summary
 from asyncflow_core.flow.specs import in_processes, process_specs
 from asyncflow_core.flow.stages import make_stage
 from asyncflow_core.flow.supply import Supply
 from asyncflow_core.flow.switching import Switching
+from asyncflow_core.flow.totals import Totals
+from asyncflow_core.flow.waits import Waits
 from asyncflow_core.flow.work import observer_work, stage_work
 from asyncflow_core.flow.worker import Worker, first_failure
-from asyncflow_core.metrics import Means
 from asyncflow_core.parts import PartContext, StageContract, Tokenizer
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.wire import Server, serve_service
@@ -46,72 +46,110 @@ class _FinishedError(Exception):
     """Ends the task group of a run that came to its end."""
 
 
-@dataclass(slots=True)
-class _Totals:
-    """Over all steps of a run."""
+class _EndedError(PeerLostError):
+    """A process of the run ended by itself."""
 
-    rows: int = 0
-    tokens: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    staleness_updates_max: int = 0
-    trainer_busy_s: float = 0.0
-    rollout_busy_s: float = 0.0
-    wall_s: float = 0.0
-    reward_errors: int = 0
-    scores: list[float | None] = field(default_factory=list)
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What is there once every process answers."""
+
+    store: DataStore
+    tokenizer: Tokenizer
+    recorder: Recorder
+    supply: Supply
+    trainer: TrainerControl
+    replicas: Mapping[str, RolloutControl]
+    switching: Switching
+    waits: Waits
 
 
 class Controller:
     """One run of a plan, once."""
 
-    def __init__(self, plan: Plan, folder: RunFolder) -> None:
-        """Keep the arguments; `run` does everything."""
+    def __init__(
+        self, plan: Plan, folder: RunFolder, on_step: Callable[[StepResult], None]
+    ) -> None:
+        """Keep the arguments; `run` does everything.
+
+        Args:
+            plan: what to run.
+            folder: where its files go.
+            on_step: called after every step, on the event loop.
+        """
         self._plan = plan
         self._config = plan.config
         self._folder = folder
-        self._processes: dict[str, RunningProcess] = {}
-        self._roles: dict[str, str] = {}
-        self._totals = _Totals()
-        self._summary: Summary | None = None
+        self._on_step = on_step
+        self._processes: list[RunningProcess] = []
+        self._controls: dict[str, Any] = {}
+        self._totals = Totals()
 
-    async def run(self, on_step: Callable[[StepResult], None]) -> Summary:
+    async def run(self) -> Summary:
         """Run to the end; every process is gone when this returns or raises.
 
-        Args:
-            on_step: called after every step, on the event loop.
-
         Raises:
-            PeerLostError: a process died; its name, status and last log lines.
+            PeerLostError: a process ended; its name, status and last log lines.
             AsyncFlowError: whatever else went wrong.
         """
         start = time.perf_counter()
         async with AsyncExitStack() as stack:
             stack.callback(self._folder.close)
-            store, tokenizer = await self._open(stack)
+            launcher: Launcher = await stack.enter_async_context(self._build("launcher"))
+            store: DataStore = await stack.enter_async_context(self._build("data_store"))
             try:
                 async with asyncio.TaskGroup() as group:
-                    await self._main(group, stack, store, tokenizer, on_step)
-            except* _FinishedError:
-                pass
-            except* Exception as failures:  # noqa: BLE001 - raised again, explained
-                raise await self._explained(first_failure(failures)) from None
-        assert self._summary is not None
-        summary = replace(self._summary, total_s=time.perf_counter() - start)
+                    group.create_task(self._main(group, stack, launcher, store))
+            except BaseExceptionGroup as failures:
+                await self._raise_why(failures)
+            stats = await store.stats()
+        summary = self._totals.summary(
+            self._config, dict(stats.rows_dropped), time.perf_counter() - start
+        )
         self._folder.write_json("summary.json", asdict(summary))
         return summary
 
-    async def _open(self, stack: AsyncExitStack) -> tuple[DataStore, Tokenizer]:
-        """Start everything that must be there before the first row."""
-        launcher: Launcher = self._build("launcher")
-        await stack.enter_async_context(launcher)
-        store: DataStore = await stack.enter_async_context(self._build("data_store"))
+    async def _main(
+        self,
+        group: asyncio.TaskGroup,
+        stack: AsyncExitStack,
+        launcher: Launcher,
+        store: DataStore,
+    ) -> None:
+        waits = Waits(store)
+        group.create_task(waits.run())
+        await self._start_processes(group, stack, launcher, store, waits)
+        parts = await self._connect(group, stack, store, waits)
+        parts.waits.begin("bringing the first weights to all replicas", parts.switching.waiting)
+        parts.switching.published(await parts.trainer.publish(0, 0))
+        await parts.switching.settled()
+        await self._evaluate(parts, 0)
+        await self._train(group, parts)
+        parts.waits.begin("bringing the last weights to all replicas", parts.switching.waiting)
+        await parts.switching.settled()
+        await self._evaluate(parts, 1)
+        parts.waits.begin("saving the model")
+        await parts.trainer.save_model(str(self._folder.path / "model"))
+        self._totals.rows_put = parts.supply.rows_put
+        self._totals.rows_evaluated = parts.supply.rows_evaluated
+        raise _FinishedError
+
+    async def _start_processes(
+        self,
+        group: asyncio.TaskGroup,
+        stack: AsyncExitStack,
+        launcher: Launcher,
+        store: DataStore,
+        waits: Waits,
+    ) -> None:
+        """Start all and wait until each answers; from here on each one's end ends the run."""
         token = secrets.token_hex(16)
         server = Server(f"ipc://{launcher.run_dir}/store.sock", name="controller", token=token)
         serve_service(server, "store", store, DataStore)
         await stack.enter_async_context(server)
         # Processes end before the store they work on; closing a launcher twice is harmless.
         stack.push_async_callback(launcher.aclose)
+        roles = {}
         for spec in process_specs(
             self._plan,
             run_dir=launcher.run_dir,
@@ -119,154 +157,89 @@ class Controller:
             token=token,
             log_dir=self._folder.path / "logs",
         ):
-            self._processes[spec.name] = await launcher.start(spec, store)
-            self._roles[spec.name] = spec.role.role
-        tokenizer: Tokenizer = await asyncio.to_thread(self._build, "tokenizer")
-        await _all(process.ready() for process in self._processes.values())
-        return store, tokenizer
-
-    async def _main(
-        self,
-        group: asyncio.TaskGroup,
-        stack: AsyncExitStack,
-        store: DataStore,
-        tokenizer: Tokenizer,
-        on_step: Callable[[StepResult], None],
-    ) -> None:
-        for process in self._processes.values():
+            process = await launcher.start(spec, store)
+            self._processes.append(process)
+            roles[process.name] = spec.role.role
             group.create_task(_raise_its_end(process))
-        recorder = Recorder(self._folder, tokenizer)
+        loading = list(roles)
+        waits.begin("the start", lambda: [f"{', '.join(loading)} do not answer yet"])
+
+        async def ready(process: RunningProcess) -> None:
+            await process.ready()
+            self._controls[process.name] = process.control(CONTROLS[roles[process.name]])
+            loading.remove(process.name)
+
+        async with asyncio.TaskGroup() as starting:
+            for process in self._processes:
+                starting.create_task(ready(process))
+
+    async def _connect(
+        self, group: asyncio.TaskGroup, stack: AsyncExitStack, store: DataStore, waits: Waits
+    ) -> _Parts:
+        """Register every task before the first row, which it would not see; start the workers."""
+        tokenizer: Tokenizer = await asyncio.to_thread(self._build, "tokenizer")
         prompts = await asyncio.to_thread(self._build, "prompts", tokenizer)
-        controls = {
-            name: process.control(CONTROLS[self._roles[name]])
-            for name, process in self._processes.items()
-        }
-        trainer = next(c for c in controls.values() if isinstance(c, TrainerControl))
-        replicas = {n: c for n, c in controls.items() if isinstance(c, RolloutControl)}
-        # Every task is registered before the first row, or it would not see it.
+        recorder = Recorder(self._folder, tokenizer)
         workers = [
             *self._stage_workers(stack, store, tokenizer),
             self._record_worker(store, recorder),
         ]
         for worker in workers:
             await worker.register()
-        for control in controls.values():
+        controls = self._controls.values()
+        for control in controls:
             if isinstance(control, StageControl):
                 await control.start()
         for worker in workers:
             group.create_task(worker.run())
+        trainer = next(c for c in controls if isinstance(c, TrainerControl))
+        replicas = {n: c for n, c in self._controls.items() if isinstance(c, RolloutControl)}
         switching = Switching(replicas, trainer, self._plan.switch_mode, group)
         switching.start()
-        switching.published(await trainer.publish(0, 0))
-        await switching.settled()
         supply = Supply(store, prompts, self._config)
-        await self._evaluate(supply, recorder, 0)
-        await self._train(group, supply, recorder, switching, trainer, replicas, on_step)
-        await switching.settled()
-        await self._evaluate(supply, recorder, 1)
-        await trainer.save_model(str(self._folder.path / "model"))
-        self._summary = await self._summarise(store, supply)
-        raise _FinishedError
+        return _Parts(store, tokenizer, recorder, supply, trainer, replicas, switching, waits)
 
-    async def _train(
-        self,
-        group: asyncio.TaskGroup,
-        supply: Supply,
-        recorder: Recorder,
-        switching: Switching,
-        trainer: TrainerControl,
-        replicas: Mapping[str, RolloutControl],
-        on_step: Callable[[StepResult], None],
-    ) -> None:
+    async def _train(self, group: asyncio.TaskGroup, parts: _Parts) -> None:
+        supply, switching, steps = parts.supply, parts.switching, self._config.workflow.steps
         start = step_start = time.perf_counter()
-        busy_before = await _busy_s(replicas)
+        busy_before = await _busy_s(parts.replicas)
         group.create_task(supply.run())
-        for version in range(self._config.workflow.steps):
-            report = await trainer.step(version)
+        for version in range(steps):
+            parts.waits.begin(f"step {version + 1}", switching.waiting)
+            report = await parts.trainer.step(version)
             published_at = time.perf_counter()
-            weights = await trainer.publish(report.version, 0)
+            weights = await parts.trainer.publish(report.version, 0)
             switching.published(weights)
+            publish_s = time.perf_counter() - published_at
             supply.advance(report.version)
-            rewards = await recorder.wait_batch(version, report.rows)
+            rewards = await parts.recorder.wait_batch(version, report.rows)
             now = time.perf_counter()
             record = {
-                **self._count(report, rewards),
+                **self._totals.add(report, rewards),
                 metrics.STEP_WALL_S: now - step_start,
                 metrics.TOKENS_PER_S: report.tokens / (now - step_start),
-                metrics.WEIGHTS_PUBLISH_S: now - published_at,
+                metrics.WEIGHTS_PUBLISH_S: publish_s,
                 metrics.WEIGHTS_STAGE_S: switching.stage_s,
                 metrics.WEIGHTS_BYTES: float(weights.manifest.nbytes),
             }
             step_start = now
             self._folder.append("metrics.jsonl", [{"version": report.version, **record}])
-            on_step(StepResult(report.version, self._config.workflow.steps, record))
+            self._on_step(StepResult(report.version, steps, record))
         self._totals.wall_s = time.perf_counter() - start
-        self._totals.rollout_busy_s = (await _busy_s(replicas) - busy_before) / len(replicas)
+        busy_s = await _busy_s(parts.replicas) - busy_before
+        self._totals.rollout_busy_s = busy_s / len(parts.replicas)
 
-    def _count(self, report: StepReport, rewards: Rewards) -> dict[str, float]:
-        """Add a step to the totals; its metrics."""
-        totals = self._totals
-        totals.rows += report.rows
-        totals.tokens += report.tokens
-        totals.staleness_sum += report.staleness_sum
-        totals.staleness_max = max(totals.staleness_max, report.staleness_max)
-        totals.staleness_updates_max = max(
-            totals.staleness_updates_max, report.staleness_updates_max
-        )
-        totals.trainer_busy_s += report.busy_s
-        totals.reward_errors += rewards.errors
-        means = Means()
-        means.add(report.metrics)
-        return {
-            metrics.REWARD_MEAN: statistics.fmean(rewards.values),
-            metrics.REWARD_STD: statistics.pstdev(rewards.values),
-            metrics.REWARD_ERRORS: float(rewards.errors),
-            metrics.RESPONSE_TOKENS_MEAN: rewards.tokens / len(rewards.values),
-            metrics.STALENESS_MEAN: report.staleness_sum / report.rows,
-            metrics.STALENESS_MAX: float(report.staleness_max),
-            metrics.STALENESS_UPDATES_MAX: float(report.staleness_updates_max),
-            metrics.TRAINER_WAIT_S: report.wait_s,
-            metrics.TRAINER_BUSY_S: report.busy_s,
-            metrics.TRAINER_TOKENS: float(report.tokens),
-            **means.means(),
-        }
-
-    async def _evaluate(self, supply: Supply, recorder: Recorder, epoch: int) -> None:
+    async def _evaluate(self, parts: _Parts, epoch: int) -> None:
         """Answer the held-out prompts with the weights that serve; nothing else is running."""
-        rows = await supply.evaluate(epoch)
+        parts.waits.begin("the evaluation")
+        rows = await parts.supply.evaluate(epoch)
         evaluation = self._config.evaluation
         if not rows or evaluation is None:
             self._totals.scores.append(None)
             return
-        found = await recorder.wait_evaluation(epoch, rows)
+        found = await parts.recorder.wait_evaluation(epoch, rows)
         score = sum(value >= evaluation.success for value in found.values) / rows
         self._totals.scores.append(score)
-
-    async def _summarise(self, store: DataStore, supply: Supply) -> Summary:
-        totals, flow = self._totals, self._config.workflow
-        stats = await store.stats()
-        before, after = totals.scores
-        return Summary(
-            name=self._config.name,
-            seed=self._config.seed,
-            eval_before=before,
-            eval_after=after,
-            steps=flow.steps,
-            wall_s=totals.wall_s,
-            total_s=0.0,
-            tokens_per_s=totals.tokens / totals.wall_s,
-            max_staleness_allowed=flow.bound,
-            max_staleness_trained=totals.staleness_max,
-            mean_staleness_trained=totals.staleness_sum / totals.rows,
-            max_staleness_updates=totals.staleness_updates_max,
-            rows_put=supply.rows_put,
-            rows_trained=totals.rows,
-            rows_evaluated=supply.rows_evaluated,
-            reward_errors=totals.reward_errors,
-            busy_rollout=totals.rollout_busy_s / totals.wall_s,
-            busy_trainer=totals.trainer_busy_s / totals.wall_s,
-            rows_dropped_by_reason=dict(stats.rows_dropped),
-        )
 
     def _stage_workers(
         self, stack: AsyncExitStack, store: DataStore, tokenizer: Tokenizer
@@ -274,9 +247,7 @@ class Controller:
         """Workers on threads of this process, for stages by plugin and by a Python function."""
         workers = []
         for name, stage in self._config.stages.items():
-            if in_processes(stage):
-                continue
-            for number in range(stage.workers):
+            for number in range(0 if in_processes(stage) else stage.workers):
                 worker_name = f"{name}-{number}"
                 executor = ThreadPoolExecutor(1, thread_name_prefix=worker_name)
                 stack.callback(executor.shutdown, wait=False, cancel_futures=True)
@@ -330,32 +301,33 @@ class Controller:
             registry=self._plan.registry,
         )
 
-    async def _explained(self, failure: BaseException) -> BaseException:
-        """The end of a process instead of the broken calls that followed from it."""
-        if not isinstance(failure, PeerLostError | ServiceTimeoutError | OSError):
-            return failure
-        watching = {asyncio.create_task(p.ended()): n for n, p in self._processes.items()}
-        done, _ = await asyncio.wait(watching, timeout=_DEATH_GRACE_S) if watching else ((), ())
+    async def _raise_why(self, failures: BaseExceptionGroup[BaseException]) -> None:
+        """Raise what ended the run; return if it came to its end."""
+        _, rest = failures.split(_FinishedError)
+        if rest is None:
+            return
+        failure = first_failure(rest)
+        if isinstance(failure, ServiceError | OSError) and not isinstance(failure, _EndedError):
+            ended = await self._one_that_ended()
+            if ended is not None:
+                raise ended from failure
+        raise failure from failure.__cause__
+
+    async def _one_that_ended(self) -> _EndedError | None:
+        """The end of a process, from which broken calls may have followed."""
+        watching = [asyncio.create_task(_raise_its_end(p)) for p in self._processes]
+        if watching:
+            await asyncio.wait(
+                watching, timeout=_DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+            )
         for task in watching:
             task.cancel()
-        for task in done:
-            if not task.cancelled() and task.exception() is None:
-                return PeerLostError(task.result(), service=watching[task])
-        return failure
+        results = await asyncio.gather(*watching, return_exceptions=True)
+        return next((found for found in results if isinstance(found, _EndedError)), None)
 
 
 async def _raise_its_end(process: RunningProcess) -> None:
-    raise PeerLostError(await process.ended(), service=process.name)
-
-
-async def _all(calls: Any) -> None:
-    """Await all side by side; the first failure ends the rest."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(call)
-    except* Exception as failures:  # noqa: BLE001 - raised again, alone
-        raise first_failure(failures) from None
+    raise _EndedError(await process.ended(), service=process.name)
 
 
 async def _busy_s(replicas: Mapping[str, RolloutControl]) -> float:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from asyncflow_core.services.data_store import TaskSpec
 
-__all__ = ["dataflow_faults"]
+__all__ = ["DataflowFault", "dataflow_faults"]
 
 
-def dataflow_faults(tasks: Sequence[TaskSpec], prompt_columns: Iterable[str]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class DataflowFault:
+    """What is wrong, and the task where it shows."""
+
+    task: str
+    message: str
+
+
+def dataflow_faults(
+    tasks: Sequence[TaskSpec], prompt_columns: Iterable[str]
+) -> list[DataflowFault]:
     """Everything wrong with a dataflow: two writers, a column nobody writes, a cycle.
 
     Args:
@@ -22,13 +34,19 @@ def dataflow_faults(tasks: Sequence[TaskSpec], prompt_columns: Iterable[str]) ->
             writers.setdefault(column, []).append(task)
     brought = set(prompt_columns)
     faults = [
-        f"column {column!r} has {len(found)} writers, one is allowed: "
-        f"{', '.join(repr(task.name) for task in found)}"
+        DataflowFault(
+            found[-1].name,
+            f"column {column!r} has {len(found)} writers, one is allowed: "
+            f"{', '.join(repr(task.name) for task in found)}",
+        )
         for column, found in writers.items()
         if len(found) > 1
     ]
     faults += [
-        f"column {column!r} is written by {found[0].name!r}, but prompts bring it already"
+        DataflowFault(
+            found[0].name,
+            f"column {column!r} is written by {found[0].name!r}, but prompts bring it already",
+        )
         for column, found in writers.items()
         if column in brought
     ]
@@ -36,7 +54,10 @@ def dataflow_faults(tasks: Sequence[TaskSpec], prompt_columns: Iterable[str]) ->
         for column in task.reads:
             if column not in brought:
                 faults.extend(
-                    _unwritten(task, column, writers.get(column, []), brought | set(writers))
+                    DataflowFault(task.name, message)
+                    for message in _unwritten(
+                        task, column, writers.get(column, []), brought | set(writers)
+                    )
                 )
     return faults or _cycle(tasks, writers)
 
@@ -45,9 +66,11 @@ def _unwritten(
     task: TaskSpec, column: str, writers: Sequence[TaskSpec], known: Iterable[str]
 ) -> list[str]:
     if not writers:
+        near = difflib.get_close_matches(column, sorted(known), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         return [
             f"task {task.name!r} reads the column {column!r}, which nobody writes "
-            f"(there are: {', '.join(sorted(known))})"
+            f"(there are: {', '.join(sorted(known))}){hint}"
         ]
     missing = set(task.partitions) - {p for writer in writers for p in writer.partitions}
     if missing:
@@ -58,19 +81,21 @@ def _unwritten(
     return []
 
 
-def _cycle(tasks: Sequence[TaskSpec], writers: dict[str, list[TaskSpec]]) -> list[str]:
+def _cycle(tasks: Sequence[TaskSpec], writers: dict[str, list[TaskSpec]]) -> list[DataflowFault]:
     """Tasks that wait for each other; each column has at most one writer here."""
     needs = {
         task.name: {found.name for column in task.reads for found in writers.get(column, [])}
         for task in tasks
     }
     while True:
-        free = {name for name, before in needs.items() if not before & set(needs)}
+        # Those that wait for nobody, and those that nobody waits for, are on no cycle.
+        needed = set().union(*needs.values()) if needs else set()
+        free = {n for n, before in needs.items() if n not in needed or not before & set(needs)}
         if not free:
             break
         needs = {name: before for name, before in needs.items() if name not in free}
     if not needs:
         return []
-    return [
-        f"tasks {', '.join(repr(name) for name in sorted(needs))} wait for each other's columns"
-    ]
+    names = sorted(needs)
+    waiting = f"tasks {', '.join(map(repr, names))} wait for each other's columns"
+    return [DataflowFault(names[0], waiting)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,12 +165,12 @@ class Flow:
             await running
         finally:
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.wait({running})
 
     def run(self) -> Iterator[StepResult]:
         """Run on a thread of its own; yields each step. Leaving the loop early ends the run."""
         results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
-        thread = _RunThread(lambda: self._run(results.put), lambda: results.put(None))
+        thread = _RunThread(self._run(results.put), lambda: results.put(None))
         thread.start()
         try:
             while (result := results.get()) is not None:
@@ -184,25 +185,24 @@ class Flow:
         if self._folder is not None:
             raise ServiceClosedError("a flow runs once; make another one to run again")
         self._folder = RunFolder(self._plan.config)
-        self._summary = await Controller(self._plan, self._folder).run(on_step)
+        self._summary = await Controller(self._plan, self._folder, on_step).run()
 
 
 class _RunThread(threading.Thread):
     """A coroutine on an event loop of its own, so that the caller may block between steps."""
 
-    def __init__(self, main: Callable[[], Any], done: Callable[[], None]) -> None:
+    def __init__(self, main: Coroutine[Any, Any, None], done: Callable[[], None]) -> None:
         super().__init__(name="asyncflow", daemon=True)
-        self._main = main
-        self._done = done
         self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[None] | None = None
+        self._task = self._loop.create_task(main)
+        self._done = done
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         """The thread's body."""
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._keep())
+                runner.run(asyncio.wait_for(self._task, None))
         except asyncio.CancelledError:
             pass
         except BaseException as failure:  # noqa: BLE001 - raised again by the caller's thread
@@ -212,17 +212,9 @@ class _RunThread(threading.Thread):
 
     def end(self) -> None:
         """Cancel what runs and wait until everything it started is gone."""
-        if self.is_alive():
-            self._loop.call_soon_threadsafe(self._cancel)
-            self.join()
-
-    async def _keep(self) -> None:
-        self._task = asyncio.ensure_future(self._main())
-        await self._task
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended by itself
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self.join()
 
 
 _FIELDS: Mapping[str, Mapping[str, Any]] = {

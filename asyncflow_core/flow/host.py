@@ -110,8 +110,8 @@ class Host:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        if not self.failed.done():
-            self.failed.cancel()
+        if not self.failed.cancel() and not self.failed.cancelled():
+            self.failed.exception()  # seen, whether anybody asked or not
         await self._stack.aclose()
 
     def run(self, worker: Worker) -> None:

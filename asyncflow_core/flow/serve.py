@@ -84,7 +84,7 @@ async def _serve(spec: ProcessSpec) -> int:
         async def connect(address: str, name: str) -> RankControl:
             client = Client(address, name=spec.name, token=spec.token, connect_s=600.0)
             await stack.enter_async_context(client)
-            found: RankControl = remote(RankControl, client, name)
+            found: RankControl = remote(RankControl, client, name, timeout_s=None)
             return found
 
         host = Host(spec, store, Registry(), connect)

@@ -55,6 +55,10 @@ class Switching:
             self._protocol.published(version, weights.manifest.checksum, time.monotonic())
         )
 
+    def waiting(self) -> list[str]:
+        """One line for each replica that is on its way to a version."""
+        return self._protocol.waiting(time.monotonic())
+
     async def settled(self) -> None:
         """Wait until every replica serves the newest version."""
         await self._settled.wait()

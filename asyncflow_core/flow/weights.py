@@ -171,8 +171,9 @@ class WeightProtocol:
         return found
 
     def _awaited(self, replica: str, call: int) -> _Replica | None:
-        """The replica if `call` is what it was asked last; None for a late report of one that left,
-        failed or came back.
+        """The replica, if `call` is what it was asked last; None for a late report.
+
+        Late are reports of a replica that left, failed, or came back since.
         """
         state = self._replicas.get(replica)
         if state is None or state.call != call:

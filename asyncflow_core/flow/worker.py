@@ -156,7 +156,8 @@ class Worker:
                 group.create_task(self._keeper.run())
                 group.create_task(self._pull(group))
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            failure = first_failure(failures)
+            raise failure from failure.__cause__
 
     async def _pull(self, group: asyncio.TaskGroup) -> None:
         while True:

@@ -1,5 +1,6 @@
 """Models, batches and losses that the tests share."""
 
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -104,7 +105,8 @@ def make_trainer(model_dir, *, context=None, **options):
     registry = Registry([])
     registry.add(losses_module())
     chosen = HzpOptions(model=str(model_dir), **{"lr": 1e-2, "weight_decay": 0.1, **options})
-    return HzpTrainer(chosen, context or PartContext(name="trainer"), registry=registry)
+    context = replace(context or PartContext(name="trainer"), registry=registry)
+    return HzpTrainer(chosen, context)
 
 
 async def weights_of(trainer):

@@ -1,10 +1,10 @@
 """The conformance kit of core on this trainer."""
 
 import pytest
-from asyncflow_core.services.trainer import LossSpec
-from asyncflow_core.testing.trainer import TrainerTests
 from hzp_helpers import POLICY, make_batch, make_trainer
 
+from asyncflow_core.services.trainer import LossSpec
+from asyncflow_core.testing.trainer import TrainerTests
 from asyncflow_hzp.plugin import CAPABILITIES
 
 

@@ -33,7 +33,7 @@ def concat_logprobs(batch):
 
 
 async def one_update(trainer, batches):
-    infos = [await trainer.forward_backward(b, POLICY, last=False) for b in batches]
+    infos = [await trainer.forward_backward(b, "policy", last=False) for b in batches]
     return infos, await trainer.optim_step()
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncflow_core.batch import Batch, Column
 from asyncflow_core.errors import EngineError, ServiceError
 from asyncflow_core.parts import PartContext
-from asyncflow_core.registry import Registry, ResolvedLoss, resolve_loss
+from asyncflow_core.registry import ResolvedLoss, resolve_loss
 from asyncflow_core.services.trainer import (
     ForwardBackwardInfo,
     LossSpec,
@@ -39,11 +39,10 @@ _SEQUENCE = ("prompt_ids", "response_ids")
 class HzpEngine:
     """One rank's model, gradients and optimizer. Loads the model when built."""
 
-    def __init__(self, options: HzpOptions, context: PartContext, registry: Registry) -> None:
+    def __init__(self, options: HzpOptions, context: PartContext) -> None:
         torch.set_num_threads(options.threads)
         self._options = options
         self._context = context
-        self._registry = registry
         self._losses: dict[str, ResolvedLoss] = {}
         self._device = choose_device(options.device)
         self._ranks = Ranks(
@@ -233,7 +232,7 @@ class HzpEngine:
         key = f"{spec.name} {sorted(spec.options.items())!r}"
         if key not in self._losses:
             self._losses[key] = resolve_loss(
-                self._registry, spec, arrays="torch", entropy=True, ctx=self._context
+                self._context.registry, spec, arrays="torch", entropy=True, ctx=self._context
             )
         return self._losses[key]
 

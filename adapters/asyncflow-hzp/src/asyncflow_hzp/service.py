@@ -11,7 +11,6 @@ from typing import TypeVar
 from asyncflow_core.batch import Batch
 from asyncflow_core.errors import AsyncFlowError, EngineError, ServiceClosedError
 from asyncflow_core.parts import PartContext
-from asyncflow_core.registry import Registry
 from asyncflow_core.services.trainer import (
     ForwardBackwardInfo,
     LossSpec,
@@ -39,13 +38,10 @@ class HzpTrainer(Trainer):
     `zero_grad`.
     """
 
-    def __init__(
-        self, options: HzpOptions, context: PartContext, *, registry: Registry | None = None
-    ) -> None:
-        """Keep the arguments; losses are looked up in `registry`, by default all installed ones."""
+    def __init__(self, options: HzpOptions, context: PartContext) -> None:
+        """Keep the arguments."""
         self._options = options
         self._context = context
-        self._registry = registry
         self._thread: ThreadPoolExecutor | None = None
         self._engine: HzpEngine | None = None
         self._busy_s = 0.0
@@ -53,8 +49,7 @@ class HzpTrainer(Trainer):
     async def open(self) -> None:
         """Load the model and, with other ranks, join them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._context.name or "hzp")
-        registry = Registry() if self._registry is None else self._registry
-        self._engine = await self._call(lambda: HzpEngine(self._options, self._context, registry))
+        self._engine = await self._call(lambda: HzpEngine(self._options, self._context))
 
     async def aclose(self) -> None:
         """Wait for what runs, then give everything back."""
@@ -72,14 +67,14 @@ class HzpTrainer(Trainer):
         return await self._call(lambda: engine.forward(batch))
 
     async def forward_backward(
-        self, batch: Batch, loss: LossSpec, *, last: bool
+        self, batch: Batch, loss: LossSpec | str, *, last: bool
     ) -> ForwardBackwardInfo:
         """Add a micro-batch's gradient; see `Trainer.forward_backward`.
 
         `last` changes nothing today: ranks meet in `optim_step`.
         """
         engine = self._opened()
-        return await self._call(lambda: engine.forward_backward(batch, loss))
+        return await self._call(lambda: engine.forward_backward(batch, LossSpec.of(loss)))
 
     async def optim_step(self) -> UpdateInfo:
         """Update; see `Trainer.optim_step`.

@@ -1,0 +1,91 @@
+"""Counting a run: a step's metrics, and the summary over all steps. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from asyncflow_core import metrics
+from asyncflow_core.config import RunConfig
+from asyncflow_core.flow.control import StepReport
+from asyncflow_core.flow.record import Rewards
+from asyncflow_core.flow.results import Summary
+from asyncflow_core.metrics import Means
+
+__all__ = ["Totals"]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Over all steps of a run.
+
+    Attributes:
+        wall_s: of all steps. rollout_busy_s: of the engines meanwhile, mean over replicas.
+        rows_put, rows_evaluated: training rows and held-out rows that were put.
+        scores: of the evaluations so far; None without held-out prompts.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    staleness_updates_max: int = 0
+    trainer_busy_s: float = 0.0
+    reward_errors: int = 0
+    wall_s: float = 0.0
+    rollout_busy_s: float = 0.0
+    rows_put: int = 0
+    rows_evaluated: int = 0
+    scores: list[float | None] = field(default_factory=list)
+
+    def add(self, report: StepReport, rewards: Rewards) -> dict[str, float]:
+        """Add a step; returns its metrics."""
+        self.steps = report.version
+        self.rows += report.rows
+        self.tokens += report.tokens
+        self.staleness_sum += report.staleness_sum
+        self.staleness_max = max(self.staleness_max, report.staleness_max)
+        self.staleness_updates_max = max(self.staleness_updates_max, report.staleness_updates_max)
+        self.trainer_busy_s += report.busy_s
+        self.reward_errors += rewards.errors
+        means = Means()
+        means.add(report.metrics)
+        return {
+            metrics.REWARD_MEAN: statistics.fmean(rewards.values),
+            metrics.REWARD_STD: statistics.pstdev(rewards.values),
+            metrics.REWARD_ERRORS: float(rewards.errors),
+            metrics.RESPONSE_TOKENS_MEAN: rewards.tokens / len(rewards.values),
+            metrics.STALENESS_MEAN: report.staleness_sum / report.rows,
+            metrics.STALENESS_MAX: float(report.staleness_max),
+            metrics.STALENESS_UPDATES_MAX: float(report.staleness_updates_max),
+            metrics.TRAINER_WAIT_S: report.wait_s,
+            metrics.TRAINER_BUSY_S: report.busy_s,
+            metrics.TRAINER_TOKENS: float(report.tokens),
+            **means.means(),
+        }
+
+    def summary(self, config: RunConfig, rows_dropped: dict[str, int], total_s: float) -> Summary:
+        """The finished run."""
+        before, after = self.scores
+        return Summary(
+            name=config.name,
+            seed=config.seed,
+            eval_before=before,
+            eval_after=after,
+            steps=self.steps,
+            wall_s=self.wall_s,
+            total_s=total_s,
+            tokens_per_s=self.tokens / self.wall_s,
+            max_staleness_allowed=config.workflow.bound,
+            max_staleness_trained=self.staleness_max,
+            mean_staleness_trained=self.staleness_sum / self.rows,
+            max_staleness_updates=self.staleness_updates_max,
+            rows_put=self.rows_put,
+            rows_trained=self.rows,
+            rows_evaluated=self.rows_evaluated,
+            reward_errors=self.reward_errors,
+            busy_rollout=self.rollout_busy_s / self.wall_s,
+            busy_trainer=self.trainer_busy_s / self.wall_s,
+            rows_dropped_by_reason=rows_dropped,
+        )

@@ -1,0 +1,231 @@
+"""The weight protocol under faults at every transition, with a clock of its own."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from asyncflow_core.flow.weights import Commit, Fail, Retire, Stage, WeightProtocol
+
+STAGE_S, COMMIT_S, ATTEMPTS = 10.0, 5.0, 2
+NAMES = ("r0", "r1", "r2")
+names = st.sampled_from(NAMES)
+
+
+class Replicas(RuleBasedStateMachine):
+    """What replicas and trainer really do, as the protocol cannot see it, and what it must hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.protocol = WeightProtocol(STAGE_S, COMMIT_S, ATTEMPTS)
+        self.newest = None
+        self.retired = []
+        self.asked = {}  # replica to the one instruction it works on
+        self.deadline = {}
+        self.late = []  # instructions of replicas that are gone or failed, still to be answered
+        self.serves = {}  # replica to the versions it served since it came up
+        self.confirmed = {}  # replica to versions whose checksum it reported rightly
+        self.failed = {}
+        self.tries = {}
+
+    def take(self, instructions):
+        """Check each instruction and let it happen."""
+        for found in instructions:
+            match found:
+                case Stage(replica, version):
+                    assert replica in self.serves
+                    assert replica not in self.asked
+                    assert replica not in self.failed
+                    assert version == self.newest
+                    assert version not in self.retired
+                    served = self.serves[replica]
+                    assert not served or version > served[-1]
+                    self.tries[replica, version] = self.tries.get((replica, version), 0) + 1
+                    assert self.tries[replica, version] <= ATTEMPTS
+                    self.ask(replica, found, STAGE_S)
+                case Commit(replica, version):
+                    assert replica not in self.asked
+                    assert version in self.confirmed[replica]
+                    self.ask(replica, found, COMMIT_S)
+                case Retire(version):
+                    assert version != self.newest
+                    assert version not in self.retired
+                    assert all(a.version != version for a in self.asked.values())
+                    self.retired.append(version)
+                case Fail(replica, version, reason):
+                    assert reason
+                    assert replica not in self.asked
+                    assert self.tries[replica, version] == ATTEMPTS or "deadline" in reason
+                    self.failed[replica] = version
+
+    def ask(self, replica, instruction, limit_s):
+        self.asked[replica] = instruction
+        self.deadline[replica] = self.now + limit_s
+
+    def answered(self, replica):
+        return self.asked.pop(replica)
+
+    def free(self):
+        return sorted(self.asked)
+
+    @initialize(count=st.integers(1, 3))
+    def start(self, count):
+        for name in NAMES[:count]:
+            self.join(name)
+
+    @rule()
+    def publish(self):
+        self.newest = 0 if self.newest is None else self.newest + 1
+        self.take(self.protocol.published(self.newest, f"sum {self.newest}", self.now))
+
+    @rule(name=names)
+    def join(self, name):
+        """A replica comes up, or died and comes back before anybody noticed."""
+        self.gone(name)
+        self.serves[name], self.confirmed[name] = [], set()
+        self.take(self.protocol.join(name, self.now))
+
+    @rule(name=names)
+    def leave(self, name):
+        self.gone(name)
+        self.take(self.protocol.leave(name))
+
+    def gone(self, name):
+        if name in self.asked:
+            self.late.append(self.answered(name))
+        for store in (self.serves, self.confirmed, self.failed):
+            store.pop(name, None)
+        self.tries = {key: n for key, n in self.tries.items() if key[0] != name}
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), how=st.sampled_from(["right", "right", "wrong", "error"]))
+    def answer(self, data, how):
+        replica = data.draw(st.sampled_from(self.free()))
+        asked = self.answered(replica)
+        if how == "error":
+            self.take(self.protocol.failed(replica, asked.call, "engine says no", self.now))
+        elif isinstance(asked, Commit):
+            self.serves[replica].append(asked.version)
+            self.take(self.protocol.committed(replica, asked.call, self.now))
+        elif how == "wrong":
+            self.take(self.protocol.staged(replica, asked.call, "sum of noise", self.now))
+        else:
+            self.confirmed[replica].add(asked.version)
+            checksum = f"sum {asked.version}"
+            self.take(self.protocol.staged(replica, asked.call, checksum, self.now))
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data(), how=st.sampled_from(["staged", "failed", "committed"]))
+    def answer_late(self, data, how):
+        """A report of a call that is over, whatever it says, changes nothing."""
+        asked = data.draw(st.sampled_from(self.late))
+        before = repr(self.protocol)
+        report = {
+            "staged": lambda: self.protocol.staged(
+                asked.replica, asked.call, f"sum {asked.version}", self.now
+            ),
+            "failed": lambda: self.protocol.failed(asked.replica, asked.call, "late", self.now),
+            "committed": lambda: self.protocol.committed(asked.replica, asked.call, self.now),
+        }[how]
+        assert report() == []
+        assert repr(self.protocol) == before
+
+    @rule(seconds=st.floats(0.1, 8.0))
+    def pass_time(self, seconds):
+        self.now += seconds
+        due = {name for name, deadline in self.deadline.items() if name in self.asked}
+        due = {name for name in due if self.deadline[name] <= self.now}
+        self.late += [self.answered(name) for name in due]
+        self.take(self.protocol.tick(self.now))
+        assert due <= self.failed.keys()
+
+    @invariant()
+    def served_versions_are_confirmed_and_increase(self):
+        for name, versions in self.serves.items():
+            assert versions == sorted(set(versions))
+            assert set(versions) <= self.confirmed[name]
+            assert self.protocol.serving(name) == (versions[-1] if versions else None)
+
+    @invariant()
+    def nobody_waits_for_another(self):
+        """A replica that is free, sound and behind has been asked for the newest version."""
+        for name, versions in self.serves.items():
+            if name not in self.asked and name not in self.failed and self.newest is not None:
+                assert versions
+                assert versions[-1] == self.newest
+
+    @invariant()
+    def old_versions_that_nobody_fetches_are_retired(self):
+        wanted = {a.version for a in self.asked.values()} | {self.newest}
+        everything = set(range(0 if self.newest is None else self.newest + 1))
+        assert set(self.retired) == everything - wanted
+        assert len(self.retired) == len(set(self.retired))
+
+    @invariant()
+    def settled_and_waiting_say_what_is(self):
+        settled = all(v and v[-1] == self.newest for v in self.serves.values())
+        done = settled and not self.asked and not self.failed
+        if self.newest is not None:
+            assert self.protocol.settled() == done
+        lines = self.protocol.waiting(self.now)
+        assert len(lines) == len(self.asked)
+        for name, asked in self.asked.items():
+            phase = "committing" if isinstance(asked, Commit) else "staging"
+            left = self.deadline[name] - self.now
+            assert f"{name} is {phase} version {asked.version}, {left:.0f} s left" in lines
+
+
+Replicas.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_weight_protocol_any_faults_holds = Replicas.TestCase
+
+
+def test_failed_stage_keeps_old_version_is_retried_then_fails():
+    protocol = WeightProtocol(attempts=2)
+    (stage,) = [*protocol.join("r", 0), *protocol.published(0, "a", 0)]
+    (commit,) = protocol.staged("r", stage.call, "a", 0)
+    assert protocol.committed("r", commit.call, 0) == []
+    (stage,) = protocol.published(1, "b", 1)[:1]
+    again, *_ = protocol.staged("r", stage.call, "broken", 2)
+    assert isinstance(again, Stage)
+    assert protocol.serving("r") == 0
+    (fail,) = protocol.failed("r", again.call, "out of memory", 3)
+    assert fail == Fail("r", 1, "out of memory")
+    assert protocol.serving("r") == 0
+    assert protocol.published(2, "c", 4) == [Retire(1)]  # a failed replica is left alone
+
+
+def test_failed_replica_that_comes_back_catches_up_with_the_newest():
+    protocol = WeightProtocol(attempts=1)
+    protocol.join("r", 0)
+    (stage,) = protocol.published(0, "a", 0)
+    (fail,) = protocol.failed("r", stage.call, "died", 0)
+    assert fail == Fail("r", 0, "died")
+    protocol.published(1, "b", 1)
+    (stage,) = protocol.join("r", 2)
+    assert (stage.replica, stage.version) == ("r", 1)
+    (commit,) = protocol.staged("r", stage.call, "b", 3)
+    protocol.committed("r", commit.call, 4)
+    assert protocol.serving("r") == 1
+    assert protocol.settled()
+
+
+def test_slow_replica_holds_up_nobody_and_skips_versions():
+    protocol = WeightProtocol()
+    slow, fast = (protocol.join(name, 0) for name in ("slow", "fast"))
+    assert slow == fast == []
+    slow, fast = protocol.published(0, "0", 0)
+    for version in range(1, 4):
+        commit = protocol.staged("fast", fast.call, str(version - 1), 0)[0]
+        protocol.committed("fast", commit.call, 0)
+        (fast,) = [i for i in protocol.published(version, str(version), 0) if isinstance(i, Stage)]
+        assert fast.replica == "fast"
+    commit = protocol.staged("slow", slow.call, "0", 0)[0]  # what it fetches was not retired
+    found = protocol.committed("slow", commit.call, 0)
+    assert Retire(0) in found
+    assert [i.version for i in found if isinstance(i, Stage)] == [3]
