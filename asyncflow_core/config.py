@@ -8,7 +8,7 @@ Reading YAML, overrides and line numbers is `asyncflow_core.config_source`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,7 @@ __all__ = [
     "StageConfig",
     "TrainerConfig",
     "WorkflowConfig",
+    "with_default_plugins",
 ]
 
 
@@ -158,6 +159,15 @@ class StageConfig(Section):
             raise ValueError("a stage has either `plugin` or `function`, exactly one of them")
         if self.function and self.kind == "columns" and not self.writes:
             raise ValueError("a stage by `function` says what it `reads` and `writes`")
+        if self.plugin:
+            who, without = "by `plugin`", ("kind", "reads", "writes", "whole_groups", "partitions")
+        elif self.kind == "reward":
+            who, without = "of kind reward", ("options", "writes", "whole_groups")
+        else:
+            who, without = "by `function`", ("options",)
+        given = [n for n in without if getattr(self, n) != type(self).model_fields[n].default]
+        if given:
+            raise ValueError(f"a stage {who} takes no {', '.join(given)}: it would have no effect")
         return self
 
 
@@ -218,7 +228,7 @@ class RunConfig(Section):
     """Folder of the run inside `out`."""
     out: str = "runs"
     """Folder of runs, relative to where the command is started."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     """Seeds prompts and sampling."""
     model: InputPath | None = None
     """Model directory; given to every plugin whose options have a `model` left out."""
@@ -245,6 +255,11 @@ class RunConfig(Section):
     launcher: PartConfig = PartConfig(plugin="local")
     """How processes are started."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_plugins(cls, values: Any) -> Any:
+        return with_default_plugins(values) if isinstance(values, Mapping) else values
+
     @model_validator(mode="after")
     def _staleness_allows_switch(self) -> RunConfig:
         if self.workflow.bound == 0 and self.rollout.switch_mode in ("in_flight", "abort_resume"):
@@ -256,3 +271,13 @@ class RunConfig(Section):
         if reserved:
             raise ValueError(f"stage names {sorted(reserved)} are taken by the flow's own tasks")
         return self
+
+
+def with_default_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections that say something but not their plugin, and have a default one, get it."""
+    filled = dict(values)
+    for name, field in RunConfig.model_fields.items():
+        given = values.get(name)
+        if isinstance(field.default, PartConfig) and isinstance(given, Mapping):
+            filled[name] = {"plugin": field.default.plugin, **given}
+    return filled

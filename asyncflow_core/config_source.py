@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -20,7 +20,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError
 
-__all__ = ["ConfigSource", "dump_yaml", "parse_override"]
+__all__ = ["ConfigSource", "dump_yaml", "parse_override", "parse_overrides"]
 
 Path_ = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -110,9 +110,14 @@ class ConfigSource:
         try:
             return model.model_validate(values, context={"base_dir": self.base_dir}), []
         except ValidationError as error:
+            # The members of a union fail one by one, all at the same place.
+            found: dict[Path_, list[str]] = {}
+            for detail in error.errors(include_url=False):
+                path = _shown(detail, values)
+                found.setdefault(path, []).append(_message(model, detail))
             return None, [
-                self.fault((*at, *_shown(detail["loc"])), _message(model, detail))
-                for detail in error.errors(include_url=False)
+                self.fault((*at, *path), "; or ".join(dict.fromkeys(messages)))
+                for path, messages in found.items()
             ]
 
 
@@ -129,6 +134,25 @@ def parse_override(text: str) -> tuple[str, Any]:
         return path, _plain(YAML(typ="safe").load(value))
     except YAMLError as error:
         raise ConfigError(f"override {text!r}: the value is not YAML; quote it") from error
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """Several overrides; the last one of a path counts.
+
+    Raises:
+        ConfigError: with the fault of each that is wrong.
+    """
+    found: dict[str, Any] = {}
+    faults: list[str] = []
+    for text in texts:
+        try:
+            path, value = parse_override(text)
+            found[path] = value
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(faults)
+    return found
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
@@ -150,15 +174,16 @@ def _yaml_fault(file: Path, error: YAMLError) -> str:
 
 def _collect_places(node: Any, path: Path_, file: str, places: dict[Path_, str]) -> None:
     if isinstance(node, CommentedMap):
-        children: list[tuple[str | int, int, Any]] = [
-            (key, node.lc.key(key)[0], value) for key, value in node.items()
-        ]
+        children: Iterable[tuple[str | int, Any]] = node.items()
     elif isinstance(node, CommentedSeq):
-        children = [(i, node.lc.item(i)[0], value) for i, value in enumerate(node)]
+        children = enumerate(node)
     else:
         return
-    for key, line, value in children:
-        places[(*path, key)] = f"{file}:{line + 1}"
+    lines = node.lc.data or {}
+    for key, value in children:
+        # What `<<` merged in has no line of its own here: that of its parent stands for it.
+        if key in lines:
+            places[(*path, key)] = f"{file}:{lines[key][0] + 1}"
         _collect_places(value, (*path, key), file, places)
     if not path:
         places[()] = file
@@ -176,9 +201,19 @@ def _plain(node: Any) -> Any:
     return node
 
 
-def _shown(loc: tuple[str | int, ...]) -> Path_:
-    """A pydantic location without the names of union members."""
-    return tuple(key for key in loc if not (isinstance(key, str) and key.startswith("function-")))
+def _shown(detail: Any, values: Any) -> Path_:
+    """Where an error is in `values`: pydantic's location without the names of union members."""
+    path: list[str | int] = []
+    node = values
+    for key in detail["loc"]:
+        if isinstance(node, Mapping) and key in node:
+            node = node[key]
+        elif isinstance(node, list | tuple) and isinstance(key, int):
+            node = node[key] if key < len(node) else None
+        elif detail["type"] != "missing" or key != detail["loc"][-1]:
+            continue
+        path.append(key)
+    return tuple(path)
 
 
 def _message(model: type[BaseModel], detail: Any) -> str:

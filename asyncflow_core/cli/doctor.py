@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from asyncflow_core.config_source import ConfigSource, parse_override
+from asyncflow_core.config_source import ConfigSource, parse_overrides
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.plan import Plan, make_plan
 from asyncflow_core.registry import Registry
@@ -18,8 +18,8 @@ def examine(config: str, overrides: Sequence[str], *, as_json: bool) -> int:
     """Print the report; returns the exit status, 0 without faults, else 2."""
     try:
         source = ConfigSource.from_file(config)
-        for override in overrides:
-            source.override(*parse_override(override))
+        for path, value in parse_overrides(overrides).items():
+            source.override(path, value)
         plan = make_plan(source, Registry())
     except ConfigError as error:
         _print_faults(error.faults, as_json=as_json)

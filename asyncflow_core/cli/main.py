@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,18 +29,20 @@ def cli() -> None:
 def run(config: str, overrides: Sequence[str]) -> None:
     """Train: run CONFIG, a YAML file, with OVERRIDES as dotted.key=value."""
     from asyncflow_core.cli.progress import Progress
-    from asyncflow_core.config_source import parse_override
+    from asyncflow_core.config_source import parse_overrides
     from asyncflow_core.flow.flow import Flow
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # SIGTERM ends a run as Ctrl-C does: every process and file of it goes with it.
     signal.signal(signal.SIGTERM, _interrupt)
-    flow = Flow.from_config(config, dict(map(parse_override, overrides)))
+    flow = Flow.from_config(config, parse_overrides(overrides))
     progress = Progress(flow.config)
     progress.starting()
     try:
         for step in flow.run():
             progress.step(step)
+    except ConfigError as error:
+        raise _StartedError(error) from error
     finally:
         progress.close()
     progress.finished(flow.summary, flow.folder)
@@ -70,7 +73,7 @@ def plugins(load: bool) -> None:
 @click.argument("plugin", required=False)
 @click.argument("options", nargs=-1)
 @click.option("--bind", help="Address to answer at: ipc://PATH or tcp://127.0.0.1:PORT.")
-@click.option("--spec", type=click.Choice(["-"]), hidden=True)
+@click.option("--spec", hidden=True, help="Name of a run's process; its spec is standard input.")
 def serve(
     kind: str | None, plugin: str | None, options: Sequence[str], bind: str | None, spec: str | None
 ) -> None:
@@ -90,6 +93,10 @@ def serve(
     sys.exit(serve_by_hand(kind, plugin, options, bind))
 
 
+class _StartedError(Exception):
+    """A `ConfigError` that only showed when the run had started."""
+
+
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -100,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: the run failed. 2: what was asked for is wrong, nothing was started. 130: ended by
     Ctrl-C.
     """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        # Functions by module:name are found where the command is started, as with `python -m`.
+        sys.path.insert(0, os.getcwd())
     try:
         cli.main(args=arguments, prog_name="asyncflow", standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -115,6 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for fault in error.faults:
             print(f"  {fault}", file=sys.stderr)
         return 2
+    except _StartedError as error:
+        print(f"asyncflow: the run was ended, config: {error}", file=sys.stderr)
+        return 1
     except AsyncFlowError as error:
         print(f"asyncflow: {error.code}: {error}", file=sys.stderr)
         return 1

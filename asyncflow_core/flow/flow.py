@@ -23,6 +23,9 @@ from asyncflow_core.registry import Registry
 __all__ = ["Flow", "Use", "reward", "stage", "use"]
 
 
+_LOOK_S = 0.2
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """A plugin by name with what is said about it; made by `use`, `stage` and `reward`."""
@@ -56,7 +59,7 @@ def stage(
     reads: Sequence[str],
     writes: Sequence[str],
     whole_groups: bool = False,
-    partitions: Sequence[str] = ("train",),
+    partitions: Sequence[str] = (),
     workers: int = 1,
     rows: int = 64,
 ) -> Use:
@@ -173,7 +176,7 @@ class Flow:
         thread = _RunThread(self._run(results.put), lambda: results.put(None))
         thread.start()
         try:
-            while (result := results.get()) is not None:
+            while (result := _take(results)) is not None:
                 yield result
             thread.join()
         finally:
@@ -186,6 +189,15 @@ class Flow:
             raise ServiceClosedError("a flow runs once; make another one to run again")
         self._folder = RunFolder(self._plan.config)
         self._summary = await Controller(self._plan, self._folder, on_step).run()
+
+
+def _take(results: queue.SimpleQueue[StepResult | None]) -> StepResult | None:
+    while True:
+        try:
+            # Python acts on a signal that came just before an endless wait only after the wait.
+            return results.get(timeout=_LOOK_S)
+        except queue.Empty:
+            continue
 
 
 class _RunThread(threading.Thread):

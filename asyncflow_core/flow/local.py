@@ -95,7 +95,7 @@ class LocalLauncher(Launcher):
             self._directory = None
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.kill()
-            self._guard.wait()  # noqa: ASYNC222 - it is dead
+            self._guard.wait()
             self._guard.stdin.close()
             self._guard = None
 
@@ -139,7 +139,7 @@ class LocalProcess(RunningProcess):
         with open(self._spec.log_path, "ab") as log:  # noqa: ASYNC230 - opened once, at start
             self._process = await asyncio.create_subprocess_exec(
                 self._spec.python,
-                *("-m", "asyncflow_core.cli", "serve", "--spec", "-"),
+                *("-m", "asyncflow_core.cli", "serve", "--spec", self.name),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -18,6 +18,7 @@ import numpy as np
 from asyncflow_core.batch import Batch
 from asyncflow_core.config import RunConfig
 from asyncflow_core.config_source import dump_yaml
+from asyncflow_core.errors import ConfigError
 from asyncflow_core.parts import Tokenizer
 from asyncflow_core.services.data_store import RowInfo
 
@@ -28,10 +29,19 @@ class RunFolder:
     """`runs/<name>/`: created fresh; what an earlier run of the name left is moved aside."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Create the folder and write `config.yaml` and `environment.json`."""
+        """Create the folder and write `config.yaml` and `environment.json`.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
         self.path = (Path(config.out) / config.name).resolve()
-        self.moved_to = _move_aside(self.path)
-        (self.path / "logs").mkdir(parents=True)
+        try:
+            self.moved_to = _move_aside(self.path)
+            (self.path / "logs").mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"out: the run's folder {str(self.path)!r} cannot be made: {error.strerror}"
+            ) from error
         (self.path / "config.yaml").write_text(
             dump_yaml(config.model_dump(mode="json")), encoding="utf-8"
         )

@@ -1,4 +1,4 @@
-"""A run's private directory, for sockets and shared memory: mode 0700, swept once its run is dead."""
+"""A run's private directory for sockets and shared memory, swept once its run is dead."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def serve_from_stdin() -> int:
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     try:
         return asyncio.run(_serve(spec))
-    except Exception:
+    except Exception:  # noqa: BLE001 - logged in full, the launcher shows the last lines
         _log.exception("%s failed", spec.name)
         return 1
 
@@ -122,7 +122,7 @@ async def serve_until_stopped(failed: asyncio.Future[None]) -> int:
     await stop.wait()
     if failed.done() and not failed.cancelled() and failed.exception() is not None:
         _log.error("the worker failed", exc_info=failed.exception())
-        # A failure is known by the process's end, which an engine that does not close must not delay.
+        # The run learns of it by this process's end: an engine that does not close must not delay.
         timer = threading.Timer(_CLOSE_S, os._exit, (1,))
         timer.daemon = True
         timer.start()

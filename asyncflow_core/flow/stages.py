@@ -26,19 +26,19 @@ def load_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, str):
         return function
     module_name, colon, name = function.partition(":")
-    if not colon or not name:
+    if not (module_name and colon and name):
         raise ConfigError(f"function {function!r} is not of the form module:name")
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a user's module may do anything
         raise ConfigError(
             f"function {function!r} cannot be loaded: {type(error).__name__}: {error}; "
             f"its module must be importable from the folder where the command is started"
         ) from error
     if not callable(found):
-        raise ConfigError(f"function {function!r} is a {type(found).__name__}, not a function")
+        raise ConfigError(f"function {function!r} is of type {type(found).__name__}, it cannot be called")
     made: Callable[..., Any] = found
     return made
 
@@ -49,10 +49,11 @@ def function_contract(stage: StageConfig) -> StageContract:
     Raises:
         ConfigError: the function cannot be loaded, or a reward takes no usable parameters.
     """
+    function = load_function(stage.function)
     if stage.kind == "columns":
         partitions = stage.partitions or ("train",)
         return StageContract(stage.reads, stage.writes, stage.whole_groups, partitions)
-    names = _parameters(load_function(stage.function))
+    names = _parameters(function)
     reads = tuple(dict.fromkeys([*(_TEXTS.get(n, n) for n in names), *stage.reads]))
     return StageContract(
         reads, ("reward", "reward_error"), partitions=stage.partitions or ("train", "eval")
@@ -60,9 +61,14 @@ def function_contract(stage: StageConfig) -> StageContract:
 
 
 def plugin_contract(plugin: Plugin, options: Any) -> StageContract:
-    """What a plugin declares; `ConfigError` if it declares nothing."""
-    contract = plugin.contract(options) if callable(plugin.contract) else plugin.contract
-    if contract is None:
+    """What a plugin declares; `ConfigError` if it declares nothing, or fails when asked."""
+    try:
+        contract = plugin.contract(options) if callable(plugin.contract) else plugin.contract
+    except Exception as error:
+        raise ConfigError(
+            f"{plugin.label} of {plugin.distribution} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(contract, StageContract):
         raise ConfigError(f"{plugin.label} of {plugin.distribution} declares no contract")
     return contract
 
@@ -79,7 +85,10 @@ def make_stage(stage: StageConfig, plugin: Plugin | None, options: Any, ctx: Par
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a reward's parameters must be known: {error}") from error
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     wrong = [p.name for p in parameters if p.kind not in named]
     if wrong or not parameters:

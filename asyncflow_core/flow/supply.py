@@ -15,7 +15,7 @@ from asyncflow_core.flow.admission import Admission
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
-__all__ = ["EVALUATION", "TRAINING", "Supply"]
+__all__ = ["EVALUATION", "TRAINING", "Supply", "row_bytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,11 @@ _TOKEN_BYTES = 32
 """Bytes one response token may take over all per-token columns."""
 _ROW_BYTES = 1024
 """Bytes of a row beside its tokens."""
+
+
+def row_bytes(prompt_tokens: int, new_tokens: int) -> int:
+    """The largest size one row may grow to."""
+    return 4 * prompt_tokens + _TOKEN_BYTES * new_tokens + _ROW_BYTES
 
 
 class Supply:
@@ -127,7 +132,7 @@ class Supply:
             samples=samples,
             batch=batch,
             partition=partition,
-            row_bytes=4 * longest + _TOKEN_BYTES * new_tokens + _ROW_BYTES,
+            row_bytes=row_bytes(longest, new_tokens),
         )
 
     async def _watch_drops(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from asyncflow_core import metrics
 from asyncflow_core.batch import BatchRef, GroupKey
-from asyncflow_core.errors import ServiceError, StalenessViolationError
+from asyncflow_core.errors import LeaseLostError, ServiceError, StalenessViolationError
 from asyncflow_core.flow.control import StepReport, TrainerControl
 from asyncflow_core.flow.fanout import Ranks
 from asyncflow_core.flow.micro_batches import split
@@ -152,9 +152,13 @@ class TrainWorker(TrainerControl):
     async def _update(self, version: int, update: int, tally: _Tally) -> None:
         held: list[_Held] = []
         while True:
-            means, tokens = await self._gradients(version, held, tally)
-            if await self._renewed(held):
-                break
+            try:
+                means, tokens = await self._gradients(version, held, tally)
+                if await self._renewed(held):
+                    break
+            except LeaseLostError:  # of several ranks it is a failed rank, and ends the step
+                if await self._renewed(held):  # rows of a living lease were dropped
+                    await self._give_back(held)
             _log.warning("step %d lost a lease before its update: the update is repeated", version)
             await self._ranks.zero_grad()
         start = time.perf_counter()
@@ -278,6 +282,12 @@ class TrainWorker(TrainerControl):
             self._keeper.let_go(lease_id)
         held[:] = [row for row in held if row.lease.lease_id not in lost]
         return not lost
+
+    async def _give_back(self, held: list[_Held]) -> None:
+        for ref in _refs(held):
+            self._keeper.let_go(ref.lease_id)
+            await self._store.release(ref)
+        held.clear()
 
     async def _acknowledge(self, held: Sequence[_Held], version: int, tally: _Tally) -> None:
         start = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -134,6 +134,8 @@ class Worker:
         self._version = version
         self._keeper = LeaseKeeper(store, lease_s)
         self._registration: Registration | None = None
+        self._left: dict[int, tuple[Lease, dict[int, RowInfo]]] = {}  # by lease, not yet committed
+        self._calls: set[asyncio.Task[Lease | None]] = set()  # hand-outs not yet taken
         self._held = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -156,6 +158,7 @@ class Worker:
                 group.create_task(self._keeper.run())
                 group.create_task(self._pull(group))
         except BaseExceptionGroup as failures:
+            await self._give_all_back()
             failure = first_failure(failures)
             raise failure from failure.__cause__
 
@@ -166,6 +169,7 @@ class Worker:
             if lease is not None:
                 self._hold(len(lease.rows))
                 self._keeper.hold(lease.lease_id)
+                self._left[lease.lease_id] = lease, {info.row: info for info in lease.rows}
                 group.create_task(self._handle(lease))
 
     async def _ask(self, group: asyncio.TaskGroup) -> Lease | None:
@@ -181,12 +185,14 @@ class Worker:
                 wait_s=_WAIT_S,
             )
         )
+        self._calls.add(call)
         changed = group.create_task(self._changed.wait())
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
         if call.done():
+            self._calls.discard(call)
             return call.result()
         # Cancelling the call could lose rows that are being handed out at this moment.
         group.create_task(self._give_back(call))
@@ -196,9 +202,19 @@ class Worker:
         lease = await call
         if lease is not None:
             await self._store.release(lease.ref())
+        self._calls.discard(call)
+
+    async def _give_all_back(self) -> None:
+        """This worker failed: others may go on with its rows before its leases run out."""
+        for call in self._calls:
+            if not call.cancelled() and call.exception() is None and (lease := call.result()):
+                self._left[lease.lease_id] = lease, {info.row: info for info in lease.rows}
+        with contextlib.suppress(AsyncFlowError):
+            for lease, left in self._left.values():
+                await self._store.release(lease.ref(tuple(left.values())))
 
     async def _handle(self, lease: Lease) -> None:
-        left = {info.row: info for info in lease.rows}
+        _, left = self._left[lease.lease_id]
         try:
             batch = await read_rows(self._store, lease, self._task.reads)
             async for part in self._work(lease, batch):
@@ -206,23 +222,13 @@ class Worker:
                 for info in part.rows:
                     del left[info.row]
                 self._hold(-len(part.rows))
-            await self._release(lease, left)
         except LeaseLostError as error:
             _log.warning("%s: %s; the rows are done again elsewhere", self._requester, error)
-            await self._release(lease, left)
-        except Exception:
-            # This worker ends, others may go on with the rows before the lease does.
-            with contextlib.suppress(AsyncFlowError):
-                await self._release(lease, left)
-            raise
-        finally:
-            self._keeper.let_go(lease.lease_id)
-            self._hold(-len(left))
-
-    async def _release(self, lease: Lease, left: Mapping[int, RowInfo]) -> None:
-        """Give back what is not committed; rows of a lost lease are back already."""
-        if left:
+        if left:  # not among the parts; rows of a lost lease are back already
             await self._store.release(lease.ref(tuple(left.values())))
+        del self._left[lease.lease_id]
+        self._keeper.let_go(lease.lease_id)
+        self._hold(-len(left))
 
     async def _finish(self, lease: Lease, part: Part) -> None:
         if part.drop:

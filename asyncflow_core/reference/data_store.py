@@ -95,7 +95,11 @@ class InProcessDataStore(DataStore):
             max_gap_s=max_gap_s,
             policies=policies,
         )
-        self.capabilities = DataStoreCapabilities(lease_policies=frozenset(self._ledger.policies))
+        self.capabilities = DataStoreCapabilities(
+            lease_policies=frozenset(self._ledger.policies),
+            capacity_rows=capacity_rows,
+            capacity_bytes=capacity_bytes,
+        )
         self._payload = Payload()
         self._clock = clock
         self._open = False

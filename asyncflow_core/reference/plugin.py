@@ -66,7 +66,9 @@ def asyncflow_register(registrar: Registrar) -> None:
         _data_store,
         api_version=1,
         options=MemoryDataStoreOptions,
-        capabilities=DataStoreCapabilities(),
+        capabilities=lambda options: DataStoreCapabilities(
+            capacity_rows=options.capacity_rows, capacity_bytes=options.capacity_bytes
+        ),
     )
     registrar.add(
         "rollout",

@@ -197,11 +197,14 @@ class DataStoreCapabilities:
         remote: it serves other processes itself; otherwise core serves it over its own wire.
         durability: the modes it offers.
         lease_policies: policies by name.
+        capacity_rows, capacity_bytes: what it holds; None where that is not known beforehand.
     """
 
     remote: bool = False
     durability: frozenset[str] = frozenset({"none"})
     lease_policies: frozenset[str] = frozenset({"fifo"})
+    capacity_rows: int | None = None
+    capacity_bytes: int | None = None
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.parts import PartContext
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 HERE = Path(__file__).parent
 BASE = HERE / "base"
@@ -90,8 +91,9 @@ def encode(
     words: Sequence[str], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, L] of `<bos>word>drow<eos>` and the labels of the answer's positions [B, L]."""
-    rows = [tokenizer(f"{word}>").input_ids for word in words]
-    answers = [[*tokenizer(word[::-1]).input_ids[1:], tokenizer.eos_token_id] for word in words]
+    rows = tokenizer([f"{word}>" for word in words]).input_ids
+    reversed_ids = tokenizer([word[::-1] for word in words], add_special_tokens=False).input_ids
+    answers = [[*answer, tokenizer.eos_token_id] for answer in reversed_ids]
     longest = max(len(row) + len(answer) for row, answer in zip(rows, answers, strict=True))
     ids = torch.full((len(words), longest), tokenizer.pad_token_id)
     labels = torch.full((len(words), longest), IGNORED)
@@ -127,13 +129,13 @@ def warm_up(
     """Supervised steps until the sampled accuracy is reached; how many, and the accuracy."""
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    probe = encode(words[:1024], tokenizer)
+    ids, labels = encode(words, tokenizer)
+    probe = ids[:1024], labels[:1024]
     for step in range(1, MAX_STEPS + 1):
-        chosen = torch.randint(len(words), (BATCH,), generator=generator).tolist()
-        ids, labels = encode([words[index] for index in chosen], tokenizer)
+        chosen = torch.randint(len(words), (BATCH,), generator=generator)
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, step / 20)
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(input_ids=ids[chosen], labels=labels[chosen]).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -152,6 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if BASE.exists() and not arguments.force:
         return
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     start = time.perf_counter()

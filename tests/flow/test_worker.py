@@ -214,14 +214,24 @@ async def test_worker_version_change_while_waiting_loses_no_rows(store, put, sta
 
 
 async def test_worker_asks_with_its_version_and_gets_no_later_batch(store, put, start):
-    seen = set()
-    worker = await start(ADMITTED, gated(_open(), seen), version=lambda: 0)
+    version, batches = 0, []
+
+    async def work(lease, batch):
+        batches.extend(info.batch for info in lease.rows)
+        yield Part(lease.rows)
+
+    worker = await start(ADMITTED, work, version=lambda: version)
     await put(2, batch=2)
     await put(2, batch=1, first=2)
     await eventually(lambda: _all_done(store, 2))
     worker.version_changed()
-    await eventually(lambda: _all_done(store, 2))
-    assert (await store.stats()).tasks["echo"].ready == 2 or await committed(store) == 2
+    await put(1, batch=1, first=4)
+    await eventually(lambda: _all_done(store, 3))
+    assert batches == [1, 1, 1]
+    version = 1
+    worker.version_changed()
+    await eventually(lambda: _all_done(store, 5))
+    assert batches == [1, 1, 1, 2, 2]
 
 
 async def test_workers_of_one_task_share_its_rows(store, put, start):

@@ -118,8 +118,19 @@ def test_renew_never_shortens_a_lease():
     ledger = make()
     put(ledger, 0)
     lease = take(ledger, lease_s=4.0)
-    assert ledger.renew(0.0, [lease.lease_id], lease_s=1.0) == ()
-    ledger.inspect(3.0, lease.ref())
+    assert ledger.renew(0.0, [lease.lease_id], lease_s=10.0) == ()
+    assert ledger.renew(3.0, [lease.lease_id], lease_s=1.0) == ()
+    ledger.inspect(5.0, lease.ref())
+
+
+def test_commit_of_row_dropped_meanwhile_counts_it_and_commits_the_rest():
+    ledger = make()
+    put(ledger, 0, samples=2)
+    lease = take(ledger)
+    ledger.drop([Key(0, 0, 0, 0)], reason="late")
+    assert ledger.inspect(0.0, lease.ref()).held == (1,)
+    result = ledger.commit(0.0, lease.ref())
+    assert (result.committed, result.repeated, result.dropped) == (1, 0, 1)
 
 
 def test_renew_of_finished_lease_is_not_lost():

@@ -180,7 +180,9 @@ class Model:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    @initialize(max_staleness=st.integers(0, 2), names=st.sets(st.sampled_from(sorted(SPECS))))
+    @initialize(
+        max_staleness=st.integers(0, 2), names=st.sets(st.sampled_from(sorted(SPECS)), min_size=3)
+    )
     def start(self, max_staleness: int, names: set[str]) -> None:
         self.now = 0.0
         self.ledger = Ledger(
@@ -197,7 +199,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.register(name)
 
     def lease_of(self, data) -> tuple[int, ModelLease]:
-        lease_id = data.draw(st.sampled_from(sorted(self.model.leases)))
+        lease_id = data.draw(st.sampled_from(sorted(self.model.leases)[-5:]))
         return lease_id, self.model.leases[lease_id]
 
     @rule(name=st.sampled_from(sorted(SPECS)))
@@ -206,7 +208,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.register(SPECS[name])
             self.model.tasks[name] = ModelTask(SPECS[name])
 
-    @precondition(lambda self: self.model.tasks)
+    @precondition(lambda self: len(self.model.tasks) > 2)
     @rule(data=st.data())
     def leave(self, data) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.tasks)))
@@ -335,8 +337,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), flags=picks, reason=st.sampled_from(["late", "bad"]))
     def drop(self, data, flags: list[bool], reason: str) -> None:
-        if self.keys:
-            keys = chosen(list(self.keys.values()), flags)[-6:]
+        held = [key for key, row in self.model.rows.items() if row.holder]
+        gone = [key for key in self.keys.values() if key not in self.model.rows][-2:]
+        pool = data.draw(st.sampled_from([held, list(self.model.rows), gone]))
+        if pool:
+            keys = chosen(pool, flags)[:4]
             assert self.ledger.drop(keys, reason=reason) == self.model.drop(keys, reason)
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 4.0, 10.0, 11.0, 500.0]), call=st.booleans())

@@ -1,0 +1,134 @@
+"""The command as a user starts it: a process of its own, in the user's folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncflow_core.cli.main import main
+from asyncflow_core.errors import ConfigError
+
+from .conftest import BASE, distribution
+
+COMMAND = Path(sys.executable).with_name("asyncflow")
+
+LATE = """\
+from asyncflow_core import ConfigError, hookimpl
+from asyncflow_core.parts import StageContract
+
+def build(options, ctx):
+    raise ConfigError("the judge's key is not set")
+
+@hookimpl
+def asyncflow_register(registrar):
+    contract = StageContract((), ("answer",))
+    registrar.add("prompts", "late", build, api_version=1, contract=contract)
+"""
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture
+def asyncflow(folder, tmp_path):
+    """Run the installed command; its own environment, this test's plugins on PYTHONPATH."""
+
+    def call(*arguments):
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("ASYNCFLOW")
+        }
+        environment["PYTHONPATH"] = str(tmp_path / "site")
+        return subprocess.run(
+            [COMMAND, *map(str, arguments)],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return call
+
+
+def test_command_finds_functions_in_the_folder_where_it_is_started(asyncflow, write):
+    done = asyncflow("doctor", write(), "--json")
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["tasks"]["reward"]["reads"] == ["response_ids", "answer"]
+
+
+def test_command_plugin_that_raises_on_import_is_named_and_nothing_starts(asyncflow, write, folder):
+    path = write(BASE.replace("plugin: tabular\n  options: {slots: 4}", "plugin: broken"))
+    doctor, run = asyncflow("doctor", path), asyncflow("run", path)
+    for done, text in ((doctor, doctor.stdout), (run, run.stderr)):
+        assert done.returncode == 2
+        assert f"{path}:6: rollout.plugin: rollout plugin 'broken' of af-broken 1.0 failed" in text
+        assert "No module named 'this_module_is_not_there'" in text
+        assert "Traceback" not in done.stdout + done.stderr
+    assert "1 fault(s), nothing was started" in run.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_command_broken_plugin_that_nobody_chose_does_no_harm(asyncflow, write):
+    assert asyncflow("doctor", write()).returncode == 0
+
+
+def test_command_two_distributions_with_one_name_are_both_named(asyncflow, write, tmp_path):
+    distribution(tmp_path / "site", "af-twin", {"rollout.plain": "x"}, {})
+    done = asyncflow("doctor", write(), "rollout={plugin: plain}")
+    assert done.returncode == 2
+    assert "af-config (af_config_fakes) and af-twin (x)" in done.stdout
+
+
+INLINE = (
+    *("launcher={plugin: inline}", "weight_sync={plugin: memory}"),
+    *("prompts={plugin: late}",),
+)
+
+
+def test_command_configuration_fault_after_the_start_does_not_say_nothing_was_started(
+    asyncflow, write, folder, tmp_path
+):
+    distribution(tmp_path / "site", "af-late", {"prompts.late": "af_late"}, {"af_late": LATE})
+    overrides = [*INLINE, "stages={reward: {function: 'my_reward:right', kind: reward}}"]
+    done = asyncflow("run", write(), *overrides, "loss={plugin: tabular_ppo_clip}")
+    assert done.returncode == 2  # nobody writes advantages: still before the start
+    assert "nothing was started" in done.stderr
+    done = asyncflow("run", write(), *INLINE, "stages.advantage={plugin: made_up}")
+    assert done.returncode == 1
+    assert "asyncflow: the run was ended, config: the judge's key is not set" in done.stderr
+    assert "nothing was started" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (folder / "runs" / "mine").is_dir()
+
+
+def test_main_folder_of_runs_that_cannot_be_made_says_so(folder, write, capsys):
+    (folder / "file").write_text("")
+    path = write()
+    status = main(["run", str(path), f"out={folder / 'file'}"])
+    found = capsys.readouterr().err
+    assert status == 1
+    assert f"out: the run's folder '{folder / 'file'}/mine' cannot be made: Not a dir" in found
+    assert "Traceback" not in found
+
+
+def test_main_usage_mistakes_end_with_status_2(capsys):
+    for arguments in (["run"], ["doctor"], ["rnu", "x"], ["doctor", "x", "--yaml"]):
+        assert main(arguments) == 2
+        assert "Usage" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert main(["--version"]) == 0
+
+
+def test_main_error_before_the_start_counts_its_faults(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise ConfigError(["one", "two"])
+
+    monkeypatch.setattr("asyncflow_core.flow.flow.Flow.from_config", refuse)
+    assert main(["run", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "asyncflow: 2 fault(s), nothing was started:\n  one\n  two\n"
+    )

@@ -1,0 +1,141 @@
+"""What a run leaves behind."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from asyncflow_core.batch import Batch, Column, Key
+from asyncflow_core.config import RunConfig
+from asyncflow_core.flow.record import Recorder, RunFolder
+from asyncflow_core.parts import PartContext
+from asyncflow_core.reference.tokenizer import CharactersOptions, CharactersTokenizer
+from asyncflow_core.services.data_store import RowInfo
+
+CONFIG = {
+    "prompts": {"plugin": "p"},
+    "rollout": {"plugin": "r"},
+    "trainer": {"plugin": "t"},
+    "loss": {"plugin": "l"},
+    "stages": {},
+    "workflow": {"steps": 1, "groups_per_step": 1, "group_size": 1},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    return RunConfig(**CONFIG, name="mine", out=str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def folder(config):
+    made = RunFolder(config)
+    yield made
+    made.close()
+
+
+def test_folder_fresh_holds_config_and_environment(folder, tmp_path):
+    assert folder.path == tmp_path / "runs" / "mine"
+    assert folder.moved_to is None
+    assert sorted(p.name for p in folder.path.iterdir()) == [
+        *("config.yaml", "environment.json", "logs")
+    ]
+    environment = json.loads((folder.path / "environment.json").read_text())
+    assert "numpy" in environment["packages"]
+    assert folder.log_path("rollout-0") == str(folder.path / "logs" / "rollout-0.log")
+
+
+def test_folder_existing_is_moved_aside_whole_each_time(config, tmp_path):
+    for number in range(3):
+        folder = RunFolder(config)
+        folder.append("metrics.jsonl", [{"run": number}])
+        folder.close()
+    runs = tmp_path / "runs"
+    assert sorted(p.name for p in runs.iterdir()) == ["mine", "mine-1", "mine-2"]
+    found = {p.name: json.loads((p / "metrics.jsonl").read_text())["run"] for p in runs.iterdir()}
+    assert found == {"mine-1": 0, "mine-2": 1, "mine": 2}
+    assert folder.moved_to == runs / "mine-2"
+
+
+def test_folder_existing_file_in_its_place_is_moved_aside(config, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").write_text("not a folder")
+    assert RunFolder(config).moved_to == tmp_path / "runs" / "mine-1"
+    assert (tmp_path / "runs" / "mine-1").read_text() == "not a folder"
+
+
+def test_folder_appended_lines_are_there_at_once(folder):
+    folder.append("a.jsonl", [{"x": 1}, {"y": "\u00e4\n"}])
+    folder.append("a.jsonl", [{"z": None}])
+    lines = (folder.path / "a.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"x": 1}, {"y": "\u00e4\n"}, {"z": None}]
+    folder.write_json("b.json", {"c": [1]})
+    assert json.loads((folder.path / "b.json").read_text()) == {"c": [1]}
+    assert not list(folder.path.glob(".*"))
+
+
+def rows(batch, rewards, *, first=0, epoch=0, errors=None):
+    count = len(rewards)
+    infos = [RowInfo(n, Key(0, epoch, first + n, 0), batch) for n in range(count)]
+    columns = {
+        "prompt_ids": Column.ragged([[0, 1]] * count, np.int32),
+        "response_ids": Column.ragged([[2]] * count, np.int32),
+        "reward": Column.dense(rewards, np.float32),
+        "versions": Column.ragged([np.array([[3, 1]], np.int32)] * count, np.int32),
+        "finish_reason": Column.objects(["stop"] * count),
+    }
+    if errors is not None:
+        columns["reward_error"] = Column.objects(errors)
+    return infos, Batch(columns)
+
+
+async def test_recorder_counts_batches_and_evaluations_apart(folder):
+    recorder = Recorder(folder, None)
+    recorder.observe(*rows(0, [1.0, 0.0]))
+    recorder.observe(*rows(1, [0.5]))
+    recorder.observe(*rows(None, [1.0], epoch=1))
+    first = await recorder.wait_batch(0, 2)
+    assert (first.values, first.tokens, first.errors) == ([1.0, 0.0], 2, 0)
+    assert 0 not in recorder.batches  # forgotten, so that a long run does not grow
+    assert (await recorder.wait_evaluation(1, 1)).values == [1.0]
+    assert (await recorder.wait_batch(1, 1)).values == [0.5]
+
+
+async def test_recorder_wait_ends_with_the_last_row(folder):
+    recorder = Recorder(folder, None)
+    waiting = asyncio.create_task(recorder.wait_batch(4, 3))
+    recorder.observe(*rows(4, [1.0, 1.0]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    recorder.observe(*rows(4, [0.0], first=2))
+    assert len((await asyncio.wait_for(waiting, 5)).values) == 3
+
+
+async def test_recorder_writes_samples_as_text_with_reward_errors(folder):
+    tokenizer = CharactersTokenizer(CharactersOptions(alphabet="abc"), PartContext())
+    ids = [tokenizer.encode(c)[0] for c in "abc"]
+    recorder = Recorder(folder, tokenizer)
+    infos, batch = rows(0, [0.0, 1.0], errors=["ValueError: no", None])
+    batch = batch.with_columns(
+        {
+            "prompt_ids": Column.ragged([ids[:2]] * 2, np.int32),
+            "response_ids": Column.ragged([ids[2:]] * 2, np.int32),
+        }
+    )
+    recorder.observe(infos, batch)
+    lines = [json.loads(line) for line in (folder.path / "samples.jsonl").read_text().splitlines()]
+    assert lines[0] == {
+        "key": "0/0/0/0",
+        "batch": 0,
+        "prompt": "ab",
+        "response": "c",
+        "reward": 0.0,
+        "versions": [[3, 1]],
+        "finish_reason": "stop",
+        "reward_error": "ValueError: no",
+    }
+    assert "reward_error" not in lines[1]
+    found = await recorder.wait_batch(0, 2)
+    assert (found.errors, found.last_error) == (1, "ValueError: no")

@@ -1,0 +1,96 @@
+"""A rollout and a trainer as on bad days; found by the .dist-info beside this file."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+
+from asyncflow_core.errors import DataError
+from asyncflow_core.hookspecs import hookimpl
+from asyncflow_core.reference.tabular_rollout import (
+    TABULAR_ROLLOUT,
+    TabularRollout,
+    TabularRolloutOptions,
+)
+from asyncflow_core.reference.tabular_trainer import (
+    TABULAR_TRAINER,
+    TabularTrainer,
+    TabularTrainerOptions,
+)
+
+
+class RolloutOptions(TabularRolloutOptions):
+    at_open: str = ""
+    at_generate: str = ""
+
+
+class TrainerOptions(TabularTrainerOptions):
+    at_open: str = ""
+    at_step: str = ""
+    step_s: float = 0.0
+
+
+async def misbehave(how):
+    print("now:", how, flush=True)  # noqa: T201 - into the process's log
+    match how:
+        case "load":
+            await asyncio.sleep(3600)
+        case "exit":
+            os._exit(3)
+        case "raise":
+            raise RuntimeError("the engine broke")
+        case "native":  # holds the GIL: no other thread of this process runs
+            ctypes.PyDLL(None).sleep(3600)
+        case "children":
+            start_children()
+
+
+def start_children():
+    subprocess.Popen(["sleep", "3600"])
+    subprocess.Popen(["sleep", "3601"], start_new_session=True)
+
+
+class Misbehaving(TabularRollout):
+    async def open(self):
+        await misbehave(self._options.at_open)
+        await super().open()
+
+    async def generate(self, requests):
+        how = self._options.at_generate
+        if how == "refuse" or (how == "refuse_a" and any(r.prompt_ids[-1] == 1 for r in requests)):
+            raise DataError("the prompt is too long")
+        await misbehave(how)
+        async for completion in super().generate(requests):
+            yield completion
+
+
+class MisbehavingTrainer(TabularTrainer):
+    async def open(self):
+        await misbehave(self._options.at_open)
+        await super().open()
+
+    async def optim_step(self):
+        if self._ctx.rank == self._ctx.world_size - 1:
+            await misbehave(self._options.at_step)
+        await asyncio.sleep(self._options.step_s)
+        return await super().optim_step()
+
+
+@hookimpl
+def asyncflow_register(registrar):
+    registrar.add(
+        "rollout",
+        "misbehave",
+        Misbehaving,
+        api_version=1,
+        options=RolloutOptions,
+        capabilities=TABULAR_ROLLOUT,
+    )
+    registrar.add(
+        "trainer",
+        "misbehave",
+        MisbehavingTrainer,
+        api_version=1,
+        options=TrainerOptions,
+        capabilities=TABULAR_TRAINER,
+    )

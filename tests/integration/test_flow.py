@@ -1,0 +1,205 @@
+"""`Flow` from Python: early ends, functions as stages, refusals."""
+
+import asyncio
+import json
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import asyncflow_core as af
+from asyncflow_core.errors import ConfigError, DataError, ServiceClosedError, ServiceError
+from asyncflow_core.testing.aio import eventually
+
+pytestmark = pytest.mark.multiproc
+
+LONG = {"workflow__steps": 10_000}
+
+
+def children():
+    return [p for p in psutil.Process().children() if "--spec" in p.cmdline()]
+
+
+def run_dirs():
+    """Of this process: it holds their locks."""
+    opened = (os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+    return [path for path in opened if path.startswith("/dev/shm/asyncflow-")]
+
+
+async def assert_all_gone():
+    await eventually(lambda: not children() and not run_dirs(), timeout_s=5)
+    await eventually(
+        lambda: not [t for t in threading.enumerate() if t.name == "asyncflow"], timeout_s=5
+    )
+
+
+@pytest.fixture
+def processes(settings, monkeypatch):
+    """As `settings`, for a run of processes started from here."""
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "misbehave")]))
+    monkeypatch.syspath_prepend(str(here))
+    return settings
+
+
+async def test_break_ends_the_run(processes):
+    flow = af.Flow(**processes(**LONG))
+    for _ in flow.run():
+        assert len(children()) == 4
+        assert run_dirs()
+        break
+    await assert_all_gone()
+    with pytest.raises(ServiceClosedError, match="no summary"):
+        _ = flow.summary
+
+
+async def test_exception_in_the_loop_body_ends_the_run(processes):
+    with pytest.raises(ZeroDivisionError):
+        for step in af.Flow(**processes(**LONG)).run():
+            _ = step.version / 0
+    await assert_all_gone()
+
+
+async def test_stream_ends_with_a_break_an_exception_a_cancellation(inline, processes):
+    async for _ in af.Flow(**processes(**LONG)).stream():
+        break
+    await assert_all_gone()
+    with pytest.raises(ZeroDivisionError):
+        async for step in af.Flow(**processes(**LONG)).stream():
+            _ = step.version / 0
+    await assert_all_gone()
+
+    seen = asyncio.Event()
+
+    async def consume():
+        async for _ in af.Flow(**inline(**LONG)).stream():
+            seen.set()
+
+    task = asyncio.create_task(consume())
+    await seen.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await assert_all_gone()
+
+
+async def test_stream_yields_every_step_in_the_users_own_loop(inline):
+    flow = af.Flow(**inline())
+    assert [step.version async for step in flow.stream()] == [1, 2, 3, 4]
+    assert flow.summary.steps == 4
+
+
+def test_a_flow_runs_once_and_tells_nothing_before(inline):
+    flow = af.Flow(**inline(workflow__steps=1))
+    with pytest.raises(ServiceClosedError, match="not been started"):
+        _ = flow.folder
+    with pytest.raises(ServiceClosedError, match="no summary"):
+        _ = flow.summary
+    assert [step.version for step in flow.run()] == [1]
+    with pytest.raises(ServiceClosedError, match="runs once"):
+        list(flow.run())
+
+
+def test_a_run_moves_an_earlier_one_of_its_name_aside(inline):
+    for _ in range(2):
+        flow = af.Flow(**inline(workflow__steps=1))
+        list(flow.run())
+    assert {p.name for p in flow.folder.parent.iterdir()} == {"small", "small-1"}
+
+
+def test_python_functions_run_in_threads_of_this_process(inline):
+    threads = set()
+
+    def judge(response: str, prompt: str) -> float:
+        threads.add(threading.current_thread().name)
+        return float(response > prompt)
+
+    def halves(batch):
+        threads.add(threading.current_thread().name)
+        return {"advantages": [[r - 0.5] * n for r, n in zip(batch["reward"], lengths(batch))]}
+
+    def lengths(batch):
+        return batch["response_ids"].lengths
+
+    tree = inline()
+    tree["stages"] = {
+        "judge": af.reward(judge, workers=2),
+        "advantage": af.stage(halves, reads=["reward", "response_ids"], writes=["advantages"]),
+    }
+    flow = af.Flow(**tree)
+    list(flow.run())
+    assert any(name.startswith("judge-") for name in threads)
+    assert any(name.startswith("advantage-0") for name in threads)
+    assert "test_flow:" in (flow.folder / "config.yaml").read_text()
+
+
+def test_reward_that_raises_scores_0_and_is_counted_and_shown(inline):
+    flow = af.Flow(**inline(stages__reward={"function": "functions:raises", "kind": "reward"}))
+    steps = list(flow.run())
+    assert flow.summary.reward_errors == flow.summary.rows_trained == 64
+    assert steps[0].metrics["reward/errors"] == 16
+    assert steps[0].metrics["reward/mean"] == 0
+    samples = [json.loads(s) for s in (flow.folder / "samples.jsonl").read_text().splitlines()]
+    assert all("ValueError: cannot judge" in sample["reward_error"] for sample in samples)
+
+
+def test_stage_that_returns_wrong_columns_ends_the_run_by_name(inline):
+    tree = inline(stages__advantage__function="functions:wrong_columns")
+    with pytest.raises(DataError, match="stage 'advantage-0' must return the columns"):
+        list(af.Flow(**tree).run())
+
+
+def test_failure_keeps_its_cause(inline):
+    tree = inline(trainer__plugin="misbehave", trainer__options={"at_step": "raise"})
+    with pytest.raises(Exception, match="the engine broke") as caught:
+        list(af.Flow(**tree).run())
+    assert isinstance(caught.value, RuntimeError)
+    tree = inline(trainer__plugin="misbehave", trainer__options={"at_step": "raise"})
+    tree["trainer"]["world_size"] = 2
+    with pytest.raises(ServiceError, match="trainer rank 1 of 2 failed in optim_step") as caught:
+        list(af.Flow(**tree).run())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_refused_prompt_is_dropped_and_replaced_in_its_batch(inline):
+    tree = inline(
+        rollout__plugin="misbehave",
+        rollout__options={"at_generate": "refuse_a"},
+        workflow__steps=6,
+    )
+    flow = af.Flow(**tree)
+    list(flow.run())
+    summary = flow.summary
+    assert summary.rows_trained == 6 * 16
+    ((reason, dropped),) = summary.rows_dropped_by_reason.items()
+    assert reason == "refused by the engine: the prompt is too long"
+    assert dropped >= 4
+    assert summary.rows_put == summary.rows_trained + dropped
+    samples = [json.loads(s) for s in (flow.folder / "samples.jsonl").read_text().splitlines()]
+    assert not [s for s in samples if s["prompt"] == "a"]
+    for batch in range(6):
+        assert len([s for s in samples if s["batch"] == batch]) == 16
+
+
+def test_engine_that_refuses_everything_ends_the_run(inline):
+    tree = inline(rollout__plugin="misbehave", rollout__options={"at_generate": "refuse"})
+    with pytest.raises(ServiceError, match="dropped within one step.*too long.*never end"):
+        list(af.Flow(**tree).run())
+
+
+def test_refused_held_out_prompt_ends_the_run_in_words(inline):
+    tree = inline(
+        rollout__plugin="misbehave",
+        rollout__options={"at_generate": "refuse"},
+        prompts__options__evaluation_share=0.4,
+    )
+    with pytest.raises(ServiceError, match="held-out prompt .* was dropped .*too long"):
+        list(af.Flow(**tree).run())
+
+
+def test_a_bad_plan_starts_nothing(inline):
+    with pytest.raises(ConfigError):
+        af.Flow(**inline(workflow__steps=0))
+    assert not children()
