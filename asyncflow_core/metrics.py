@@ -5,13 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["Means"]
+__all__ = [
+    "RESPONSE_TOKENS_MEAN",
+    "REWARD_ERRORS",
+    "REWARD_MEAN",
+    "REWARD_STD",
+    "STALENESS_MAX",
+    "STALENESS_MEAN",
+    "STALENESS_UPDATES_MAX",
+    "STEP_WALL_S",
+    "TOKENS_PER_S",
+    "TRAINER_BEHAVIOUR_KL",
+    "TRAINER_BUSY_S",
+    "TRAINER_CLIP_SHARE",
+    "TRAINER_GRAD_NORM",
+    "TRAINER_LOSS",
+    "TRAINER_LR",
+    "TRAINER_TOKENS",
+    "TRAINER_WAIT_S",
+    "WEIGHTS_BYTES",
+    "WEIGHTS_PUBLISH_S",
+    "WEIGHTS_STAGE_S",
+    "Means",
+]
 
 REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
 REWARD_ERRORS: Final = "reward/errors"
 RESPONSE_TOKENS_MEAN: Final = "rollout/response_tokens_mean"
-ROLLOUT_BUSY_SHARE: Final = "rollout/busy_share"
 TOKENS_PER_S: Final = "flow/tokens_per_s"
 STEP_WALL_S: Final = "flow/step_wall_s"
 STALENESS_MEAN: Final = "staleness/mean"
@@ -28,7 +49,6 @@ TRAINER_TOKENS: Final = "trainer/tokens"
 WEIGHTS_PUBLISH_S: Final = "weights/publish_s"
 WEIGHTS_STAGE_S: Final = "weights/stage_s"
 WEIGHTS_BYTES: Final = "weights/bytes"
-EVAL_SCORE: Final = "eval/score"
 
 
 class Means:

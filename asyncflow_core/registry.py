@@ -69,20 +69,16 @@ _CORE = "asyncflow-core"
 _KNOWN = {
     "rollout.transformers": "asyncflow-transformers",
     "tokenizer.huggingface": "asyncflow-transformers",
-    "rollout.sglang": "asyncflow-sglang",
     "trainer.hzp": "asyncflow-hzp",
-    "trainer.megatron": "asyncflow-megatron",
     "weight_sync.host": "asyncflow-weights-host",
-    "weight_sync.collective": "asyncflow-weights-collective",
-    "data_store.zmq": "asyncflow-store-zmq",
     "loss.ppo_clip": "asyncflow-algorithms",
     "stage.grpo": "asyncflow-algorithms",
     "stage.exact_match": "asyncflow-rewards",
     "stage.reasoning_gym": "asyncflow-rewards",
     "prompts.reasoning_gym": "asyncflow-rewards",
-    "launcher.ray": "asyncflow-launcher-ray",
 }
-"""Where the project's own plugins live, for the pip line in an error."""
+"""Where the project's own plugins live, for the pip line in an error; only what is published, so
+that an error never sends anyone to a name that somebody else may claim."""
 
 
 class NoOptions(BaseModel):

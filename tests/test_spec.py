@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 CLAUSE = re.compile(r"\b(?:DS|RO|TR|WS)-\d+\b")
 
 
-@pytest.mark.parametrize("service", ["rollout", "trainer", "weight_sync"])
+@pytest.mark.parametrize("service", ["data_store", "rollout", "trainer", "weight_sync"])
 def test_spec_clauses_equal_those_the_kit_cites(service):
     spec = (ROOT / "docs" / "spec" / f"{service}.md").read_text()
     kit = (ROOT / "asyncflow_core" / "testing" / f"{service}.py").read_text()

@@ -197,21 +197,22 @@ class Controller:
         switching = Switching(replicas, trainer, self._plan.switch_mode, group)
         switching.start()
         supply = Supply(store, prompts, self._config)
+        group.create_task(supply.watch_drops())
         return _Parts(store, tokenizer, recorder, supply, trainer, replicas, switching, waits)
 
     async def _train(self, group: asyncio.TaskGroup, parts: _Parts) -> None:
         supply, switching, steps = parts.supply, parts.switching, self._config.workflow.steps
         start = step_start = time.perf_counter()
         busy_before = await _busy_s(parts.replicas)
-        group.create_task(supply.run())
+        group.create_task(supply.admit())
         for version in range(steps):
             parts.waits.begin(f"step {version + 1}", switching.waiting)
             report = await parts.trainer.step(version)
+            supply.advance(report.version)  # its puts go beside the export
             published_at = time.perf_counter()
             weights = await parts.trainer.publish(report.version, 0)
             switching.published(weights)
             publish_s = time.perf_counter() - published_at
-            supply.advance(report.version)
             rewards = await parts.recorder.wait_batch(version, report.rows)
             now = time.perf_counter()
             record = {

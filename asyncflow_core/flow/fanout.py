@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncflow_core.batch import Batch, BatchRef
@@ -144,32 +145,39 @@ class Ranks:
         """Export on all ranks; rank 0's part is `first`, which keeps its buckets."""
         order = self._next()
         self._first.in_order(order)
-        calls: list[Awaitable[Any]] = [_named(0, "export_weights", self.world_size, first())]
-        for number, rank in enumerate(self._ranks[1:], 1):
-            call = rank.export(order, version)
-            calls.append(_named(number, "export_weights", self.world_size, call))
-        result: T = (await _together(calls))[0]
+        exports = [partial(rank.export, order, version) for rank in self._ranks[1:]]
+        results = await self._together("export_weights", [first, *exports])
+        result: T = results[0]
         return result
 
     async def _all(
         self, name: str, call: Callable[[RankControl, int, int], Awaitable[T]]
     ) -> list[T]:
         order = self._next()
-        return await _together(
-            [
-                _named(number, name, self.world_size, call(rank, order, number))
-                for number, rank in enumerate(self._ranks)
-            ]
-        )
+        calls = [partial(call, rank, order, n) for n, rank in enumerate(self._ranks)]
+        results: list[T] = await self._together(name, calls)
+        return results
+
+    async def _together(self, name: str, calls: Sequence[Callable[[], Awaitable[Any]]]) -> Any:
+        """All results; the first failure at once, since the others may wait for the failed rank."""
+        tasks = [
+            asyncio.create_task(_named(number, name, self.world_size, call))
+            for number, call in enumerate(calls)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _next(self) -> int:
         order, self._order = self._order, self._order + 1
         return order
 
 
-async def _named(number: int, name: str, world_size: int, call: Awaitable[T]) -> T:
+async def _named(number: int, name: str, world_size: int, call: Callable[[], Awaitable[T]]) -> T:
     try:
-        return await call
+        return await call()
     except Exception as error:
         if world_size == 1:
             raise
@@ -177,13 +185,3 @@ async def _named(number: int, name: str, world_size: int, call: Awaitable[T]) ->
             f"trainer rank {number} of {world_size} failed in {name}: {error}",
             service=f"trainer-{number}",
         ) from error
-
-
-async def _together(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """All results; the first failure at once, since the others may wait for the failed rank."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -132,6 +132,7 @@ class Flow:
         self._plan = make_plan(source, registry or Registry())
         self._summary: Summary | None = None
         self._folder: RunFolder | None = None
+        self._started = False
 
     @property
     def config(self) -> RunConfig:
@@ -185,9 +186,10 @@ class Flow:
             raise thread.failure
 
     async def _run(self, on_step: Callable[[StepResult], None]) -> None:
-        if self._folder is not None:
+        if self._started:
             raise ServiceClosedError("a flow runs once; make another one to run again")
-        self._folder = RunFolder(self._plan.config)
+        self._started = True
+        self._folder = await asyncio.to_thread(RunFolder, self._plan.config)
         self._summary = await Controller(self._plan, self._folder, on_step).run()
 
 

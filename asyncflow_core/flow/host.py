@@ -44,7 +44,15 @@ from asyncflow_core.services.rollout import (
 from asyncflow_core.services.trainer import LossSpec
 from asyncflow_core.services.weight_sync import PublishedWeights, WeightSync
 
-__all__ = ["CONTROLS", "Connect", "Host", "build_part"]
+__all__ = [
+    "CONTROLS",
+    "Connect",
+    "Host",
+    "RolloutReplica",
+    "StageProcess",
+    "build_part",
+    "task_spec",
+]
 
 Connect = Callable[[str, str], Awaitable[RankControl]]
 """From an address and a name to a rank."""

@@ -14,7 +14,7 @@ from asyncflow_core.flow.run_dir import RunDirectory
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.data_store import DataStore
 
-__all__ = ["InlineLauncher"]
+__all__ = ["InlineLauncher", "InlineProcess"]
 
 
 class InlineLauncher(Launcher):

@@ -19,6 +19,7 @@ __all__ = [
     "LauncherCapabilities",
     "ProcessSpec",
     "RankRole",
+    "Role",
     "RolloutRole",
     "RunningProcess",
     "StageRole",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
 
 from asyncflow_core.errors import PluginNotFoundError
-from asyncflow_core.flow.serve import INTERFACES
+from asyncflow_core.flow.serve import INTERFACES, SUPPORTS
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.base import Service
@@ -20,12 +21,18 @@ class _Opening:
     """`async with open_service(...) as service`."""
 
     def __init__(
-        self, kind: str, plugin: str, address: str, token: str, registry: Registry, options: Any
+        self,
+        kind: str,
+        plugin: str,
+        client: Client | None,
+        timeout_s: float | None,
+        registry: Registry,
+        options: Any,
     ) -> None:
         self._kind = kind
         self._plugin = plugin
-        self._address = address
-        self._token = token
+        self._client = client
+        self._timeout_s = timeout_s
         self._registry = registry
         self._options = options
         self._stack = AsyncExitStack()
@@ -35,10 +42,15 @@ class _Opening:
             raise PluginNotFoundError(
                 f"{self._kind!r} is not a service; services are {', '.join(INTERFACES)}"
             )
-        if self._address:
-            client = Client(self._address, name=f"{self._kind}-user", token=self._token)
-            await self._stack.enter_async_context(client)
-            served: Service = remote(INTERFACES[self._kind], client, self._kind)
+        if self._client is not None:
+            client = await self._stack.enter_async_context(self._client)
+            served: Service = remote(
+                INTERFACES[self._kind],
+                client,
+                self._kind,
+                supports=_offered(client, self._kind),
+                timeout_s=self._timeout_s,
+            )
             return await self._stack.enter_async_context(served)
         plugin = self._registry.get(self._kind, self._plugin)
         context = PartContext(name=self._kind, registry=self._registry)
@@ -60,6 +72,7 @@ def open_service(
     *,
     address: str = "",
     token: str = "",
+    timeout_s: float | None = 600.0,
     registry: Registry | None = None,
     **options: Any,
 ) -> _Opening:
@@ -70,7 +83,21 @@ def open_service(
         plugin: its name; left out with `address`.
         address: where `asyncflow serve` answers, to call it there.
         token: secret that `asyncflow serve` was given.
+        timeout_s: deadline of each call to a served one; None for none.
         registry: plugins to use; default: the installed ones.
         options: of the plugin.
     """
-    return _Opening(kind, plugin, address, token, registry or Registry(), options)
+    client = (
+        Client(address, name=f"{kind}-{secrets.token_hex(4)}", token=token) if address else None
+    )
+    return _Opening(kind, plugin, client, timeout_s, registry or Registry(), options)
+
+
+def _offered(client: Client, kind: str) -> list[type[Any]]:
+    """What the served one can do beyond its interface."""
+    methods = set(client.catalogue[kind][2]) if kind in client.catalogue else set()
+    return [
+        protocol
+        for protocol in SUPPORTS.get(kind, ())
+        if {name for name in vars(protocol) if not name.startswith("_")} <= methods
+    ]

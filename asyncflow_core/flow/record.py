@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from asyncflow_core.batch import Batch
+from asyncflow_core.batch import Batch, GroupKey
 from asyncflow_core.config import RunConfig
 from asyncflow_core.config_source import dump_yaml
 from asyncflow_core.errors import ConfigError
@@ -98,7 +99,6 @@ class Rewards:
     values: list[float] = field(default_factory=list)
     tokens: int = 0
     errors: int = 0
-    last_error: str = ""
 
 
 class Recorder:
@@ -117,22 +117,46 @@ class Recorder:
 
     def observe(self, rows: Sequence[RowInfo], batch: Batch) -> None:
         """Take rewarded rows."""
+        errors = batch["reward_error"] if "reward_error" in batch else [None] * len(rows)
+        prompts: dict[GroupKey, Any] = {}  # shared by a group, so decoded once
         records = []
-        errors = batch.get("reward_error")
-        for number, info in enumerate(rows):
-            rewards = (
-                self.evaluations[info.key.epoch] if info.batch is None else self.batches[info.batch]
-            )
-            reward = float(batch["reward"][number])
-            rewards.values.append(reward)
-            rewards.tokens += len(batch["response_ids"][number])
-            error = errors[number] if errors is not None else None
-            if error is not None:
-                rewards.errors += 1
-                rewards.last_error = error
-            records.append(self._record(info, batch, number, reward, error))
+        for info, prompt, response, reward, versions, reason, error in zip(
+            rows,
+            batch["prompt_ids"],
+            batch["response_ids"],
+            batch["reward"].array.tolist(),
+            batch["versions"],
+            batch["finish_reason"],
+            errors,
+            strict=True,
+        ):
+            self._count(info, reward, len(response), error)
+            if info.key.group not in prompts:
+                prompts[info.key.group] = self._readable(prompt)
+            record = {
+                "key": str(info.key),
+                "batch": info.batch,
+                "prompt": prompts[info.key.group],
+                "response": self._readable(response),
+                "reward": reward,
+                "versions": versions.tolist(),
+                "finish_reason": reason,
+            }
+            records.append(record if error is None else {**record, "reward_error": error})
         self._folder.append("samples.jsonl", records)
         self._changed.set()
+
+    def _count(self, info: RowInfo, reward: float, tokens: int, error: str | None) -> None:
+        rewards = (
+            self.evaluations[info.key.epoch] if info.batch is None else self.batches[info.batch]
+        )
+        rewards.values.append(reward)
+        rewards.tokens += tokens
+        if error is not None:
+            rewards.errors += 1
+
+    def _readable(self, ids: NDArray[np.int32]) -> Any:
+        return self._tokenizer.decode(ids) if self._tokenizer else ids.tolist()
 
     async def wait_batch(self, batch: int, rows: int) -> Rewards:
         """The rewards of a batch, once `rows` of it were seen; it is then forgotten."""
@@ -148,19 +172,3 @@ class Recorder:
         while len(found[number].values) < rows:
             self._changed.clear()
             await self._changed.wait()
-
-    def _record(
-        self, info: RowInfo, batch: Batch, number: int, reward: float, error: str | None
-    ) -> dict[str, Any]:
-        prompt, response = batch["prompt_ids"][number], batch["response_ids"][number]
-        texts = self._tokenizer
-        return {
-            "key": str(info.key),
-            "batch": info.batch,
-            "prompt": texts.decode(prompt) if texts else np.asarray(prompt).tolist(),
-            "response": texts.decode(response) if texts else np.asarray(response).tolist(),
-            "reward": reward,
-            "versions": batch["versions"][number].tolist(),
-            "finish_reason": batch["finish_reason"][number],
-            **({"reward_error": error} if error is not None else {}),
-        }

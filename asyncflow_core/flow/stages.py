@@ -38,7 +38,9 @@ def load_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
             f"its module must be importable from the folder where the command is started"
         ) from error
     if not callable(found):
-        raise ConfigError(f"function {function!r} is of type {type(found).__name__}, it cannot be called")
+        raise ConfigError(
+            f"function {function!r} is of type {type(found).__name__}, it cannot be called"
+        )
     made: Callable[..., Any] = found
     return made
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.config import RunConfig
-from asyncflow_core.errors import DataError, ServiceError
+from asyncflow_core.errors import ConfigError, DataError, ServiceError
 from asyncflow_core.flow.admission import Admission
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
@@ -36,7 +36,7 @@ def row_bytes(prompt_tokens: int, new_tokens: int) -> int:
 class Supply:
     """Feeds the store.
 
-    Concurrency: `run` is one task; `advance` may be called beside it.
+    Concurrency: `admit` and `watch_drops` are a task each, the second for the whole run.
     """
 
     def __init__(self, store: DataStore, prompts: Prompts, config: RunConfig) -> None:
@@ -61,12 +61,6 @@ class Supply:
         self._dropped_in_a_row = 0
         self._wake.set()
 
-    async def run(self) -> None:
-        """Admit whatever may be admitted, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch_drops())
-            group.create_task(self._admit())
-
     async def evaluate(self, epoch: int) -> int:
         """Put the held-out prompts, as evaluation `epoch`; returns how many rows."""
         evaluation = self._config.evaluation
@@ -83,7 +77,8 @@ class Supply:
         self.rows_evaluated += rows
         return rows
 
-    async def _admit(self) -> None:
+    async def admit(self) -> None:
+        """Put training groups as soon as they may start, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -125,17 +120,33 @@ class Supply:
         for name in self._prompts.fields:
             columns[name] = Column.objects(record.fields[name] for record in records)
         longest = max(len(record.prompt_ids) for record in records)
-        new_tokens = self._config.rollout.sampling.max_new_tokens
+        nbytes = row_bytes(longest, self._config.rollout.sampling.max_new_tokens)
+        if partition == "train":
+            await self._check_room(nbytes)
         await self._store.put(
             Batch(columns),
             keys=keys,
             samples=samples,
             batch=batch,
             partition=partition,
-            row_bytes=row_bytes(longest, new_tokens),
+            row_bytes=nbytes,
         )
 
-    async def _watch_drops(self) -> None:
+    async def _check_room(self, nbytes: int) -> None:
+        """Refuse what would wait for ever: a batch that can never be whole in the store."""
+        flow = self._config.workflow
+        batches = min(flow.steps, flow.bound + 1)
+        needed = batches * flow.groups_per_step * flow.group_size * nbytes
+        there = (await self._store.stats()).capacity_bytes
+        if there < needed:
+            raise ConfigError(
+                f"the data store holds {there} bytes, but {batches} batch(es) of "
+                f"{flow.groups_per_step} x {flow.group_size} rows of up to {nbytes} bytes may be "
+                f"open, which take {needed}; raise its capacity_bytes, or make batches smaller"
+            )
+
+    async def watch_drops(self) -> None:
+        """Replace dropped groups, until cancelled; a dropped held-out prompt ends the run."""
         seen = 0
         while True:
             stats = await self._store.stats(drops_after=seen, wait_s=30.0)
@@ -156,11 +167,11 @@ class Supply:
                 f"{self._dropped_in_a_row} prompt groups were dropped within one step, the last: "
                 f"{dropped.reason}; the run would never end"
             )
-        _log.warning("group %s of batch %d is replaced: %s", *dropped_words(dropped))
+        _log.warning("group %s of batch %d is replaced: %s", *_dropped_words(dropped))
         self._admission.replace(dropped.batch)
         self._wake.set()
 
 
-def dropped_words(dropped: DroppedGroup) -> tuple[str, int | None, str]:
+def _dropped_words(dropped: DroppedGroup) -> tuple[str, int | None, str]:
     """Group, batch and reason, for a log line."""
     return "/".join(map(str, dropped.group)), dropped.batch, dropped.reason

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from asyncflow_core.services.data_store import DataStore, TaskStats
 
-__all__ = ["Waits"]
+__all__ = ["SAY_AFTER_S", "Waits"]
 
 _log = logging.getLogger(__name__)
 

@@ -197,12 +197,9 @@ class WeightProtocol:
         yield Stage(replica, self._newest, state.call)
 
     def _retire(self) -> Iterator[Instruction]:
-        wanted = {
-            state.target
-            for state in self._replicas.values()
-            if state.phase in (_Phase.STAGING, _Phase.COMMITTING)
-        }
+        # A replica that commits holds the bytes already: a slow switch must not hold up the trainer.
+        fetched = {s.target for s in self._replicas.values() if s.phase is _Phase.STAGING}
         for version in sorted(self._checksums):
-            if version != self._newest and version not in wanted:
+            if version != self._newest and version not in fetched:
                 del self._checksums[version]
                 yield Retire(version)

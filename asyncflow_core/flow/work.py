@@ -24,7 +24,14 @@ from asyncflow_core.services.rollout import (
     completions_to_batch,
 )
 
-__all__ = ["ROLLOUT_WRITES", "observer_work", "rollout_work", "sampling_seed", "stage_work"]
+__all__ = [
+    "ROLLOUT_WRITES",
+    "observer_work",
+    "rollout_work",
+    "sampling_seed",
+    "stage_work",
+    "to_columns",
+]
 
 ROLLOUT_WRITES = (
     "response_ids",
@@ -56,9 +63,12 @@ def rollout_work(service: Rollout, sampling: SamplingParams, seed: int) -> Work:
             for key, ids in zip(rows, batch["prompt_ids"], strict=True)
         ]
         async for ended in _all_ready(service, requests):
-            refused = [item for item in ended if isinstance(item, tuple)]
-            for key, reason in refused:
-                yield Part([rows[key]], drop=reason)
+            refused: dict[str, list[RowInfo]] = {}
+            for item in ended:
+                if isinstance(item, tuple):
+                    refused.setdefault(item[1], []).append(rows[item[0]])
+            for reason, found in refused.items():
+                yield Part(found, drop=reason)
             completions = [item for item in ended if isinstance(item, Completion)]
             if completions:
                 yield Part(

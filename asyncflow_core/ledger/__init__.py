@@ -6,8 +6,8 @@ Shells (`reference.InProcessDataStore`, the sharded store) hold payload, wait an
 from __future__ import annotations
 
 from asyncflow_core.ledger.policies import Candidate, Fifo, LeasePolicy
-from asyncflow_core.ledger.rows import Admission, locate, row_number
-from asyncflow_core.ledger.store import Claim, Effects, Ledger
+from asyncflow_core.ledger.rows import Admission, Group, locate, row_number, samples_in
+from asyncflow_core.ledger.store import Claim, Effects, Grant, Ledger
 
 __all__ = [
     "Admission",
@@ -15,8 +15,11 @@ __all__ = [
     "Claim",
     "Effects",
     "Fifo",
+    "Grant",
+    "Group",
     "LeasePolicy",
     "Ledger",
     "locate",
     "row_number",
+    "samples_in",
 ]

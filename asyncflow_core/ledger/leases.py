@@ -61,14 +61,14 @@ class LeaseBook:
     is refused like any commit of a lost lease.
     """
 
-    def __init__(self, *, remember_rows: int) -> None:
-        """An empty book."""
+    def __init__(self, *, remember_rows: int, first: int = 0) -> None:
+        """An empty book, whose leases are numbered from above `first`."""
         self.live: dict[int, LeaseRecord] = {}
         self._remember_rows = remember_rows
         self._ended: OrderedDict[int, LeaseRecord] = OrderedDict()
         self._ended_rows = 0
         self._deadlines: list[tuple[float, int]] = []  # never later than the lease's `expires`
-        self._last_id = 0
+        self._last_id = first
 
     def open(self, task: Task, requester: str, expires: float) -> LeaseRecord:
         """A new lease."""

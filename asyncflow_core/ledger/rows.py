@@ -121,10 +121,12 @@ class Group:
         tokens: of each row, prompt and response as far as they are there.
         oldest: oldest version among each row's response tokens, -1 while there is none.
         views: one for each task that sees the group.
+        place: where a shell keeps the payload, by its own numbering; nothing here looks at it.
     """
 
     __slots__ = (
-        "admission", "alive", "completed", "has", "key", "number", "oldest", "tokens", "views",
+        "admission", "alive", "completed", "has", "key", "number", "oldest", "place", "tokens",
+        "views",
     )  # fmt: skip
 
     def __init__(
@@ -149,6 +151,7 @@ class Group:
         self.tokens = array("i", (tokens,)) * samples
         self.oldest = array("i", (_NO_VERSION if oldest is None else oldest,)) * samples
         self.views = views
+        self.place = -1
 
     @property
     def batch(self) -> int | None:

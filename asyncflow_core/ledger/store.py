@@ -41,7 +41,7 @@ from asyncflow_core.services.data_store import (
     TaskSpec,
 )
 
-__all__ = ["Claim", "Effects", "Ledger"]
+__all__ = ["Claim", "Effects", "Grant", "Ledger"]
 
 
 @dataclass(slots=True)
@@ -50,13 +50,18 @@ class Effects:
 
     Attributes:
         ready: tasks whose queue got rows, or that ended: whoever waits for them tries again.
-        freed: rows that are gone; their payload and credit are free.
+        gone: groups with the rows of theirs that are gone; their payload and credit are free.
         groups_dropped: the log of dropped groups grew.
     """
 
     ready: set[str] = field(default_factory=set)
-    freed: list[int] = field(default_factory=list)
+    gone: list[tuple[Group, int]] = field(default_factory=list)
     groups_dropped: bool = False
+
+    @property
+    def freed(self) -> list[int]:
+        """The rows of `gone` by number."""
+        return [row_number(g.number, sample) for g, mask in self.gone for sample in samples_in(mask)]
 
 
 class Claim(NamedTuple):
@@ -70,6 +75,20 @@ class Claim(NamedTuple):
 
     task: TaskSpec
     held: tuple[int, ...]
+
+
+class Grant(NamedTuple):
+    """A hand-out.
+
+    Attributes:
+        lease_id: of the new lease; its fence too.
+        task: whose it is.
+        picks: groups with the rows handed out, in order.
+    """
+
+    lease_id: int
+    task: TaskSpec
+    picks: list[tuple[Group, int]]
 
 
 class Ledger:
@@ -90,6 +109,7 @@ class Ledger:
         max_gap_s: float = 5.0,
         remember_rows: int = 65536,
         policies: Mapping[str, LeasePolicy] | None = None,
+        first_lease: int = 0,
     ) -> None:
         """An empty store.
 
@@ -100,6 +120,7 @@ class Ledger:
             max_gap_s: longest time between two calls that is not taken for a stopped process.
             remember_rows: rows of ended leases to remember (see `LeaseBook`).
             policies: lease policies beside "fifo".
+            first_lease: lease numbers begin above it: above those of an earlier life.
         """
         if max_staleness < 0:
             raise ConfigError(f"max_staleness counts versions from 0, got {max_staleness}")
@@ -108,7 +129,7 @@ class Ledger:
         self._max_gap_s = max_gap_s
         self._now: float | None = None
         self._tasks = TaskTable(max_staleness)
-        self._leases = LeaseBook(remember_rows=remember_rows)
+        self._leases = LeaseBook(remember_rows=remember_rows, first=first_lease)
         self._known = KnownKeys()
         self._groups: dict[int, Group] = {}
         self._by_key: dict[GroupKey, Group] = {}
@@ -129,11 +150,15 @@ class Ledger:
         """
         self._tasks.join(spec)
 
-    def leave(self, name: str) -> None:
-        """Take a member from a task; the last one ends it: its leases are void, rows go on."""
+    def leave(self, name: str) -> bool:
+        """Take a member from a task; the last one ends it: its leases are void, rows go on.
+
+        Returns:
+            Whether the task ended.
+        """
         task = self._tasks.leave(name)
         if task is None:
-            return
+            return False
         for lease in [lease for lease in self._leases.live.values() if lease.task is task]:
             self._lose(lease)
         for group in list(self._groups.values()):
@@ -141,6 +166,7 @@ class Ledger:
             task.queue.discard(group)  # remembered leases keep the task, not its rows
             self._free_done(group)
         self._effects.ready.add(name)
+        return True
 
     # Rows
 
@@ -166,7 +192,13 @@ class Ledger:
         self._tasks.check(admission)
 
     def put(
-        self, key: GroupKey, admission: Admission, *, tokens: int = 0, oldest: int | None = None
+        self,
+        key: GroupKey,
+        admission: Admission,
+        *,
+        tokens: int = 0,
+        oldest: int | None = None,
+        place: int = -1,
     ) -> int | None:
         """Store a group that fits; its number, or None when its key is known.
 
@@ -175,6 +207,7 @@ class Ledger:
             admission: what it comes with.
             tokens: of each row, so far.
             oldest: oldest version of the response, if the group comes with one.
+            place: of its payload, as the shell counts.
         """
         if key in self._known:
             return None
@@ -194,6 +227,7 @@ class Ledger:
             has=self._tasks.presence(admission),
             views=tuple(View(task) for task in tasks),
         )
+        group.place = place
         self._known.add(key)
         self._groups[group.number] = self._by_key[key] = group
         self._credit.take(admission, admission.samples)
@@ -234,6 +268,40 @@ class Ledger:
         lease_s: float = 60.0,
     ) -> Lease | None:
         """Hand out ready rows, as `DataStore.lease` says; None when there are none now."""
+        grant = self.grant(
+            now,
+            task,
+            requester=requester,
+            version=version,
+            limit_rows=limit_rows,
+            limit_tokens=limit_tokens,
+            policy=policy,
+            lease_s=lease_s,
+        )
+        if grant is None:
+            return None
+        return Lease(
+            lease_id=grant.lease_id,
+            task=task,
+            requester=requester,
+            fence=grant.lease_id,
+            lease_s=lease_s,
+            rows=tuple(group.info(s) for group, mask in grant.picks for s in samples_in(mask)),
+        )
+
+    def grant(
+        self,
+        now: float,
+        task: str,
+        *,
+        requester: str,
+        version: int | None = None,
+        limit_rows: int | None = None,
+        limit_tokens: int | None = None,
+        policy: str = "fifo",
+        lease_s: float = 60.0,
+    ) -> Grant | None:
+        """`lease`, without a word on each row: for shells that say it in their own form."""
         self.advance(now)
         owner = self._tasks.for_lease(task, version)
         order = self._tasks.policy(self.policies, policy, limit_rows, limit_tokens, lease_s)
@@ -247,14 +315,7 @@ class Ledger:
             view.leases += (lease,)
         lease.rows = lease.held
         owner.hold(requester, lease.held)
-        return Lease(
-            lease_id=lease.lease_id,
-            task=task,
-            requester=requester,
-            fence=lease.lease_id,
-            lease_s=lease_s,
-            rows=tuple(group.info(s) for group, _, mask in picks for s in samples_in(mask)),
-        )
+        return Grant(lease.lease_id, owner.spec, [(group, mask) for group, _, mask in picks])
 
     def renew(self, now: float, leases: Sequence[int], *, lease_s: float) -> tuple[int, ...]:
         """Let leases live at least `lease_s` from now (never shorter); returns the lost ones.
@@ -345,6 +406,10 @@ class Ledger:
         return min(deadline, self._now + self._max_gap_s / 2)
 
     # For the shell
+
+    def group(self, number: int) -> Group:
+        """A group of which a row lives."""
+        return self._groups[number]
 
     def key_of(self, row: int) -> Key:
         """The key of a living row."""
@@ -477,6 +542,6 @@ class Ledger:
         count = mask.bit_count()
         self._rows_freed += count
         self._credit.take(group.admission, -count)
-        self._effects.freed.extend(row_number(group.number, s) for s in samples_in(mask))
+        self._effects.gone.append((group, mask))
         if not group.alive:
             del self._groups[group.number], self._by_key[group.key]

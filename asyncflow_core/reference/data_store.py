@@ -325,7 +325,7 @@ class InProcessDataStore(DataStore):
         effects = self._ledger.take_effects()
         for row in effects.freed:
             self._payload.free(row)
-        if effects.freed:
+        if effects.gone:
             self._room.fire()
         if effects.groups_dropped:
             self._drops.fire()

@@ -183,7 +183,8 @@ class Trainer(Service):
     ) -> ForwardBackwardInfo:
         """Add one micro-batch's gradient; `last` says no other follows before `optim_step`.
 
-        A loss is given by its name, or as a `LossSpec` with options (`LossSpec.of` takes both). An empty batch is allowed and adds nothing: ranks stay in step.
+        A loss is given by its name, or as a `LossSpec` with options (`LossSpec.of` takes both).
+        An empty batch is allowed and adds nothing: ranks stay in step.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -46,12 +46,15 @@ class Method:
         arguments: plain values by name to those `function` takes; raises `WireDecodeError`.
         streams: it yields items.
         takes_peer: it is given the caller as `peer`.
+        inline: a plain function that answers at once, without a task; where it has to wait it
+            returns a coroutine instead, which goes on as any call.
     """
 
     function: Callable[..., Any]
     arguments: Callable[[dict[str, Any]], dict[str, Any]]
     streams: bool = False
     takes_peer: bool = False
+    inline: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +280,38 @@ class Server:
             return
         if method.takes_peer:
             arguments["peer"] = peer
-        running = peer.running[number] = _Running(timeout_s)
+        if method.inline:
+            waiting = self._answer(peer, number, name, method, arguments)
+            if waiting is None:
+                return
+            method, arguments = Method(lambda: waiting, method.arguments), {}
+        self._start(peer, number, _Running(timeout_s), name, method, arguments, rest)
+
+    def _answer(
+        self, peer: Peer, number: int, name: str, method: Method, arguments: dict[str, Any]
+    ) -> Coroutine[Any, Any, Any] | None:
+        """Answer an inline call, or return what it waits for."""
+        try:
+            value = method.function(**arguments)
+            if asyncio.iscoroutine(value):
+                return value
+            self._send(peer, [p.REPLY, number, value])
+        except Exception as error:  # noqa: BLE001  crosses to the caller
+            self._send_error(peer, number, name, error)
+        return None
+
+    def _start(
+        self,
+        peer: Peer,
+        number: int,
+        running: _Running,
+        name: str,
+        method: Method,
+        arguments: dict[str, Any],
+        rest: list[Any],
+    ) -> None:
+        """Go on with a call in a task of its own."""
+        peer.running[number] = running
         if method.streams:
             running.credit = _window(rest)
             work = self._stream(peer, number, running, name, method, arguments)

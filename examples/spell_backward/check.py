@@ -1,6 +1,6 @@
 """Checks what a run of this example must show; prints each figure, exits 1 if one is missed.
 
-    python examples/spell_backward/check.py runs/demo
+python examples/spell_backward/check.py runs/demo
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=32,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         initializer_range=0.05,
         rope_parameters={"rope_type": "default", "rope_theta": 10.0},
         pad_token_id=tokenizer.pad_token_id,

@@ -1,5 +1,6 @@
 """A sound configuration of core's own plugins and a few made up ones, to be broken on purpose."""
 
+import signal
 import sys
 
 import pytest
@@ -103,7 +104,7 @@ def distribution(site, name, points, modules):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A user's folder: prompts, rewards, plugins nearby; the command is started in it."""
-    monkeypatch.delenv("ASYNCFLOW_PLUGINS", raising=False)
+    monkeypatch.setenv("ASYNCFLOW_PLUGINS", "af-config,af-broken")
     site = tmp_path / "site"
     distribution(
         site, "af-config", dict.fromkeys(NAMES, "af_config_fakes"), {"af_config_fakes": FAKES}
@@ -145,3 +146,11 @@ def command(capsys):
         return status, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    """`asyncflow run` takes SIGTERM; the tests' own process gets it back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)

@@ -128,17 +128,13 @@ CASES = [
     ),
     case(
         "unknown plugin of a project's distribution",
-        [("evaluation: null", "evaluation: null\nlauncher: {plugin: ray}")],
-        (
-            "ray",
-            "launcher.plugin: no launcher plugin 'ray'",
-            "try: pip install asyncflow-launcher-ray",
-        ),
+        [("plugin: tabular\n  options: {lr", "plugin: hzp\n  options: {lr")],
+        ("hzp", "trainer.plugin: no trainer plugin 'hzp'", "try: pip install asyncflow-hzp"),
     ),
     case(
         "unknown plugin near a project's distribution",
-        [("plugin: tabular\n  options: {slots: 4}", "plugin: sglng")],
-        ("sglng", "did you mean 'sglang'", "try: pip install asyncflow-sglang"),
+        [("plugin: tabular\n  options: {slots: 4}", "plugin: transfomers")],
+        ("transfomers", "did you mean 'transformers'?; try: pip install asyncflow-transformers"),
     ),
     case(
         "unknown stage plugin",

@@ -10,7 +10,7 @@ from asyncflow_core.errors import EngineError
 from asyncflow_core.flow.worker import LeaseKeeper, Part, Worker, first_failure, read_rows
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import Order, TaskSpec
-from asyncflow_core.testing.aio import eventually
+from asyncflow_core.testing.wait import eventually
 
 SCORE = TaskSpec("score", ("prompt_ids",), ("score",))
 ECHO = TaskSpec("echo", ("prompt_ids",))
@@ -211,6 +211,26 @@ async def test_worker_version_change_while_waiting_loses_no_rows(store, put, sta
     await eventually(lambda: _all_done(store, 24))
     stats = (await store.stats()).tasks["echo"]
     assert (stats.ready, stats.leased, stats.expired) == (0, 0, 0)
+
+
+async def test_worker_version_change_while_rows_are_on_their_way_loses_none(store, put, start):
+    """A remote store's answer takes a while; the rows in it are handed out already."""
+    real, changed = store.lease, []
+
+    async def lease(*arguments, **named):
+        found = await real(*arguments, **named)
+        if found is not None and len(changed) < 3:
+            changed.append(found)
+            worker.version_changed()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return found
+
+    store.lease = lease
+    worker = await start(ADMITTED, gated(_open(), set()), version=lambda: 0)
+    await put(6, batch=0)
+    await eventually(lambda: _all_done(store, 6))
+    assert len(changed) == 3
 
 
 async def test_worker_asks_with_its_version_and_gets_no_later_batch(store, put, start):

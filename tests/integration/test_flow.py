@@ -19,7 +19,14 @@ LONG = {"workflow__steps": 10_000}
 
 
 def children():
-    return [p for p in psutil.Process().children() if "--spec" in p.cmdline()]
+    return [p for p in psutil.Process().children() if serves(p)]
+
+
+def serves(process):
+    try:
+        return "--spec" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 def run_dirs():
@@ -56,7 +63,7 @@ async def test_break_ends_the_run(processes):
 
 
 async def test_exception_in_the_loop_body_ends_the_run(processes):
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
         for step in af.Flow(**processes(**LONG)).run():
             _ = step.version / 0
     await assert_all_gone()
@@ -66,7 +73,7 @@ async def test_stream_ends_with_a_break_an_exception_a_cancellation(inline, proc
     async for _ in af.Flow(**processes(**LONG)).stream():
         break
     await assert_all_gone()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
         async for step in af.Flow(**processes(**LONG)).stream():
             _ = step.version / 0
     await assert_all_gone()
@@ -118,10 +125,8 @@ def test_python_functions_run_in_threads_of_this_process(inline):
 
     def halves(batch):
         threads.add(threading.current_thread().name)
-        return {"advantages": [[r - 0.5] * n for r, n in zip(batch["reward"], lengths(batch))]}
-
-    def lengths(batch):
-        return batch["response_ids"].lengths
+        rewards, lengths = batch["reward"], batch["response_ids"].lengths
+        return {"advantages": [[r - 0.5] * n for r, n in zip(rewards, lengths, strict=True)]}
 
     tree = inline()
     tree["stages"] = {
@@ -166,7 +171,7 @@ def test_failure_keeps_its_cause(inline):
 def test_refused_prompt_is_dropped_and_replaced_in_its_batch(inline):
     tree = inline(
         rollout__plugin="misbehave",
-        rollout__options={"at_generate": "refuse_a"},
+        rollout__options={"at_generate": "refuse_one"},
         workflow__steps=6,
     )
     flow = af.Flow(**tree)
@@ -178,14 +183,14 @@ def test_refused_prompt_is_dropped_and_replaced_in_its_batch(inline):
     assert dropped >= 4
     assert summary.rows_put == summary.rows_trained + dropped
     samples = [json.loads(s) for s in (flow.folder / "samples.jsonl").read_text().splitlines()]
-    assert not [s for s in samples if s["prompt"] == "a"]
+    assert len({s["prompt"] for s in samples}) == 11
     for batch in range(6):
         assert len([s for s in samples if s["batch"] == batch]) == 16
 
 
 def test_engine_that_refuses_everything_ends_the_run(inline):
     tree = inline(rollout__plugin="misbehave", rollout__options={"at_generate": "refuse"})
-    with pytest.raises(ServiceError, match="dropped within one step.*too long.*never end"):
+    with pytest.raises(ServiceError, match=r"dropped within one step.*too long.*never end"):
         list(af.Flow(**tree).run())
 
 
@@ -195,7 +200,7 @@ def test_refused_held_out_prompt_ends_the_run_in_words(inline):
         rollout__options={"at_generate": "refuse"},
         prompts__options__evaluation_share=0.4,
     )
-    with pytest.raises(ServiceError, match="held-out prompt .* was dropped .*too long"):
+    with pytest.raises(ServiceError, match=r"held-out prompt .* was dropped .*too long"):
         list(af.Flow(**tree).run())
 
 

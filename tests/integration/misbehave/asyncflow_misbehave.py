@@ -57,7 +57,8 @@ class Misbehaving(TabularRollout):
 
     async def generate(self, requests):
         how = self._options.at_generate
-        if how == "refuse" or (how == "refuse_a" and any(r.prompt_ids[-1] == 1 for r in requests)):
+        one = how == "refuse_one" and any(r.prompt_ids[-1] == 1 for r in requests)
+        if how == "refuse" or one:
             raise DataError("the prompt is too long")
         await misbehave(how)
         async for completion in super().generate(requests):

@@ -1,0 +1,309 @@
+"""Gradients on their way from autograd to the optimizer's shards.
+
+A unit's gradients are copied into a buffer of a ring as autograd delivers them; when the last one
+is there, the reduce lane takes the buffer: reduce-scatter over z2 ranks, then over z1/z2, then
+all-reduce over the replicas. Units are submitted in the order in which they were complete in the
+first backward, on every rank alike; what stays incomplete follows when the backward ends.
+
+A backward that is not a step's last adds into an accumulator: of the whole unit, without traffic
+("full"), or of its z2-shard, reduced at once ("shard").
+
+Concurrency: called by the thread that computes; buffers come back by their job's event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from asyncflow_core.errors import ServiceError
+from asyncflow_hzp.exchange import Exchange
+from asyncflow_hzp.lanes import Job, Lane
+from asyncflow_hzp.layout import Piece
+from asyncflow_hzp.unit import Entry, Unit
+
+__all__ = ["Reduction"]
+
+
+class _Progress:
+    """What one unit's gradient has come to in this step."""
+
+    __slots__ = ("arrived", "buffer", "filled", "job", "sums", "summed")
+
+    def __init__(self) -> None:
+        self.sums: torch.Tensor | None = None  # accumulator
+        self.summed = False  # whether it holds something
+        self.buffer: torch.Tensor | None = None  # what this backward writes to
+        self.filled = False  # whether missing entries of the buffer are to be kept
+        self.arrived: set[Entry] = set()
+        self.job: Job | None = None
+
+
+class Reduction:
+    """The gradients of one model's trainable units.
+
+    Args:
+        units: trainable ones.
+        lane: carries the reductions.
+        exchange: the lane's collectives, for a unit.
+        dtype: of buffers and traffic.
+        buffers: how many units' gradients may be on their way.
+        accumulate: see the module.
+        scale: multiplies the sum.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        lane: Lane,
+        exchange: Callable[[Unit], Exchange],
+        *,
+        dtype: torch.dtype,
+        buffers: int,
+        accumulate: Literal["full", "shard"],
+        scale: float,
+    ) -> None:
+        self.last = True
+        self._units = units
+        self._lane = lane
+        self._exchange = exchange
+        self._dtype = dtype
+        self._full = accumulate == "full"
+        self._scale = scale
+        self._progress = {unit: _Progress() for unit in units}
+        self._order: list[Unit] = []
+        self._issued: dict[Unit, None] = {}
+        self._in_backward = False
+        self._largest = max((unit.elements for unit in units), default=0)
+        self._count = buffers
+        self._free: list[torch.Tensor] = []
+        self._busy: deque[tuple[Job, torch.Tensor]] = deque()
+        self._made = 0
+        self.on_end: Callable[[], None] = lambda: None
+        for unit in units:
+            for entry in unit.entries:
+                tensor: Any = entry.param  # torch leaves the method untyped
+                tensor.register_post_accumulate_grad_hook(partial(self._arrive, unit, entry))
+
+    def allocate(self) -> None:
+        """Make the buffers, and the optimizer's gradients, if they are not there yet."""
+        while self._made < self._count and self._units:
+            self._free.append(self._new_buffer())
+        for unit in self._units:
+            if unit.grad is None:
+                unit.grad = torch.zeros_like(unit.master)
+
+    def _new_buffer(self) -> torch.Tensor:
+        self._made += 1
+        return torch.empty(self._largest, dtype=self._dtype, device=self._units[0].device)
+
+    def _arrive(self, unit: Unit, entry: Entry, param: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._begin()
+        progress = self._progress[unit]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if progress.buffer is None:
+            self._open(unit, progress)
+        assert progress.buffer is not None
+        view = entry.view(progress.buffer)
+        if progress.filled or entry in progress.arrived:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        progress.arrived.add(entry)
+        if len(progress.arrived) == len(unit.entries):
+            self._submit_ready()
+
+    def _begin(self) -> None:
+        self._in_backward = True
+        self.allocate()
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self._end)
+
+    def _issues(self, unit: Unit) -> bool:
+        """Whether this backward sends the unit's gradient anywhere."""
+        return self.last or not (self._full or unit.layout.sizes.z2 == 1)
+
+    def _sums_whole(self, unit: Unit) -> bool:
+        return self._full or unit.layout.sizes.z2 == 1
+
+    def _open(self, unit: Unit, progress: _Progress) -> None:
+        """Choose what this backward's gradients are written to."""
+        again = unit in self._issued and self._issues(unit)
+        if again or (progress.job is not None and self.last):
+            raise ServiceError(
+                f"unit {unit.name!r} got gradients after its reduction; run all backwards of a "
+                f"step but the last under no_sync"
+            )
+        if self._sums_whole(unit) and (progress.summed or not self.last):
+            if progress.sums is None:
+                progress.sums = torch.zeros(unit.elements, dtype=self._dtype, device=unit.device)
+            progress.buffer, progress.filled = progress.sums, progress.summed
+            if not progress.summed:
+                _clear(unit, progress.sums)
+            return
+        progress.buffer, progress.filled = self._take_buffer()[: unit.elements], False
+        _clear(unit, progress.buffer)
+
+    def _take_buffer(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        if not self._busy:  # all wait for their turn behind a unit that needs one
+            return self._new_buffer()
+        job, buffer = self._busy.popleft()
+        job.wait()
+        return buffer
+
+    def _submit_ready(self) -> None:
+        """Submit complete units as far as the order of the first backward allows."""
+        if not self._order:
+            for unit in self._units:
+                if self._is_complete(unit):
+                    self._submit(unit)
+            return
+        while len(self._issued) < len(self._order):
+            unit = self._order[len(self._issued)]
+            if not self._is_complete(unit):
+                return
+            self._submit(unit)
+
+    def _is_complete(self, unit: Unit) -> bool:
+        return unit not in self._issued and len(self._progress[unit].arrived) == len(unit.entries)
+
+    def _submit(self, unit: Unit) -> None:
+        progress = self._progress[unit]
+        if progress.buffer is None and self._issues(unit):
+            self._open(unit, progress)
+        self._issued[unit] = None
+        if not self._issues(unit):
+            self._close(progress)
+            return
+        buffer = progress.buffer
+        assert buffer is not None
+        if not progress.filled:
+            for entry in unit.entries:
+                if entry not in progress.arrived:
+                    entry.view(buffer).zero_()
+        work = self._reduce if self.last else self._reduce_partly
+        if not self.last and progress.sums is None:
+            low, high = unit.layout.shard(unit.layout.sizes.z2, unit.elements)
+            progress.sums = torch.zeros(high - low, dtype=self._dtype, device=unit.device)
+        job = self._lane.submit(f"unit {unit.name!r}", partial(work, unit, buffer, progress.summed))
+        if buffer is not progress.sums:
+            whole = buffer._base
+            self._busy.append((job, buffer if whole is None else whole))
+        if self.last:
+            progress.job = job
+        self._close(progress)
+
+    def _close(self, progress: _Progress) -> None:
+        """This backward writes no more to the unit's buffer."""
+        if not self.last and (progress.buffer is not None):
+            progress.summed = True
+        progress.buffer = None
+        progress.arrived.clear()
+
+    def _reduce_partly(self, unit: Unit, buffer: torch.Tensor, summed: bool) -> None:
+        """Add the z2-shard of a micro-batch to what the others left."""
+        part = self._scatter(unit, buffer)
+        sums = self._progress[unit].sums
+        assert sums is not None
+        if summed:
+            sums.add_(part)
+        else:
+            sums.copy_(part)
+
+    def _scatter(self, unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
+        layout, size = unit.layout, unit.layout.sizes.z2
+        if size == 1:
+            return buffer
+        low, high = layout.shard(size, unit.elements)
+        part = buffer[low:high]
+        pieces = layout.pieces(size, 1, unit.elements)
+        self._exchange(unit).reduce_scatter(buffer, pieces, part)
+        return part
+
+    def _reduce(self, unit: Unit, buffer: torch.Tensor, summed: bool) -> None:
+        """Bring a step's gradient to where the optimizer has its shard."""
+        layout, (_, z2, z1) = unit.layout, unit.layout.sizes
+        exchange, grad = self._exchange(unit), unit.grad
+        assert grad is not None
+        adds = summed and not self._sums_whole(unit)
+        if z1 == z2 > 1 and not adds:
+            exchange.reduce_scatter(buffer, layout.pieces(z1, 1, unit.elements), grad)
+        else:
+            part = self._scatter(unit, buffer)
+            if adds:
+                sums = self._progress[unit].sums
+                assert sums is not None
+                part.add_(sums)
+            low, _ = layout.shard(z2, unit.elements)
+            pieces = [
+                Piece(piece.rank, piece.start - low, piece.stop - low)
+                for piece in layout.pieces(z1, z2, unit.elements)
+            ]
+            exchange.reduce_scatter(part, pieces, grad)
+        exchange.all_reduce(grad, layout.replicas)
+        if self._scale != 1.0:
+            grad.mul_(self._scale)
+
+    def _end(self) -> None:
+        """The backward is through."""
+        self._in_backward = False
+        self._submit_rest()
+        self.on_end()
+
+    def _submit_rest(self) -> None:
+        """Submit what the backward left incomplete, in the order of the first one."""
+        known = list(self._order)
+        for unit in [*known, *(u for u in self._units if u not in known)]:
+            if unit not in self._issued:
+                self._submit(unit)
+        if not self._order:
+            self._order = list(self._issued)
+        self._issued = {}
+
+    def finish(self) -> None:
+        """Submit every unit's reduction that no backward has submitted; all ranks call it."""
+        self.allocate()
+        if self._units and any(self._progress[unit].job is None for unit in self._units):
+            last, self.last = self.last, True
+            order = self._order or self._units
+            for unit in order:
+                if self._progress[unit].job is None:
+                    self._submit(unit)
+            self._issued = {}
+            self.last = last
+
+    def wait(self, unit: Unit) -> torch.Tensor:
+        """The unit's reduced gradient, as soon as it is there."""
+        job = self._progress[unit].job
+        assert job is not None
+        job.wait()
+        assert unit.grad is not None
+        return unit.grad
+
+    def clear(self) -> None:
+        """Forget this step's gradients; what is on its way is waited for."""
+        for progress in self._progress.values():
+            if progress.job is not None:
+                progress.job.wait()
+            progress.job, progress.buffer, progress.summed = None, None, False
+            progress.arrived.clear()
+        while self._busy:
+            job, buffer = self._busy.popleft()
+            job.wait()
+            self._free.append(buffer)
+        self._issued = {}
+        self._in_backward = False
+
+
+def _clear(unit: Unit, buffer: torch.Tensor) -> None:
+    """Zero what belongs to no parameter."""
+    for start, stop in unit.gaps:
+        buffer[start:stop].zero_()

@@ -1,0 +1,132 @@
+"""Cutting a model into units, and the modules whose forward needs them.
+
+A unit's parameters are of one kind: trainable or frozen, one dtype, one family (dense, or the
+experts of an expert-parallel layer). A module with parameters of several kinds has several units.
+Parameters outside of the chosen modules belong to the module that holds them; small ones join the
+next, so that a final norm travels with the head behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncflow_core.errors import ConfigError
+from asyncflow_hzp.config import Units
+
+__all__ = ["DENSE", "Cut", "cut_units", "expert_parallel", "family_of"]
+
+DENSE = "dense"
+_SMALL = 1 << 14
+"""Elements; a leftover unit below joins its neighbour."""
+_FAMILY = "_hzp_family"
+
+
+def expert_parallel(module: nn.Module, size: int) -> nn.Module:
+    """Mark a module's parameters as one of `size` different parts, a neighbouring rank each."""
+    object.__setattr__(module, _FAMILY, f"expert{size}")
+    return module
+
+
+def family_of(module: nn.Module) -> str | None:
+    """The family a module was marked with."""
+    found: str | None = getattr(module, _FAMILY, None)
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class Cut:
+    """Parameters of one unit-to-be, and the modules that need them gathered."""
+
+    name: str
+    family: str
+    named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+
+
+def cut_units(model: nn.Module, units: Units | None) -> list[Cut]:
+    """The units of a model, in the order of its modules.
+
+    Raises:
+        ConfigError: no module is a unit of those asked for, or there is no parameter.
+    """
+    families = dict(_families(model))
+    roots = [
+        (name, module)
+        for name, module in model.named_modules()
+        if _chosen(units, name, module) or family_of(module)
+    ]
+    if units is not None and not any(_chosen(units, n, m) for n, m in roots):
+        raise ConfigError(f"no module of the model is a unit of {units!r}")
+    inside = {id(module) for _, root in roots for module in root.modules()}
+    seen: dict[nn.Parameter, Cut] = {}
+    cuts: list[Cut] = []
+    chosen = {id(root) for _, root in roots}
+    for name, module in model.named_modules():
+        if id(module) in chosen:
+            cuts += _take(name, module, list(_own(module, chosen, name)), families, seen)
+        elif id(module) not in inside:
+            named = [(_join(name, key), p) for key, p in module.named_parameters(recurse=False)]
+            cuts += _join_small(cuts, _take(name, module, named, families, seen), inside)
+    if not cuts:
+        raise ConfigError("the model has no parameters to shard")
+    return _merge_small(cuts, inside)
+
+
+def _families(model: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
+    for module in model.modules():
+        family = family_of(module)
+        if family:
+            for param in module.parameters():
+                yield param, family
+
+
+def _chosen(units: Units | None, name: str, module: nn.Module) -> bool:
+    if units is None or not name:
+        return False
+    if isinstance(units, (type, tuple)):
+        return isinstance(module, units)
+    return units(name, module)
+
+
+def _own(
+    module: nn.Module, chosen: set[int], name: str
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters under a unit's module but not under another unit inside it."""
+    for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield _join(name, key), param
+    for key, child in module.named_children():
+        if id(child) not in chosen:
+            yield from _own(child, chosen, _join(name, key))
+
+
+def _take(
+    name: str,
+    module: nn.Module,
+    named: list[tuple[str, nn.Parameter]],
+    families: dict[nn.Parameter, str],
+    seen: dict[nn.Parameter, Cut],
+) -> list[Cut]:
+    """New units for a module's parameters; of tied ones it needs the unit that has them."""
+    cuts: dict[Any, Cut] = {}
+    for key, param in named:
+        if param in seen:
+            if module not in seen[param].modules:
+                seen[param].modules.append(module)
+            continue
+        family = families.get(param, DENSE)
+        kind = (param.requires_grad, param.dtype, family)
+        if kind not in cuts:
+            suffix = "" if not cuts else f"[{len(cuts)}]"
+            cuts[kind] = Cut((name or "model") + suffix, family, modules=[module])
+        cuts[kind].named.append((key, param))
+        seen[param] = cuts[kind]
+    return list(cuts.values())
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

@@ -1,0 +1,103 @@
+"""The memory of a shard: one sparse file that the shard, the controller and same-host clients map.
+
+Its first MiB is a table of generations, uint32 each: a counter for every MiB of the file, raised
+whenever the memory that begins there is lent anew. A reader copies, then compares: memory that was
+lent to another writer meanwhile shows itself, so readers need no lock and pin nothing.
+
+Pages are reserved with `posix_fallocate` before they are written (a full file system is an error,
+never a SIGBUS), and given back by punching holes, so that one living row keeps its own pages and
+not the memory around it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow_core.errors import BackpressureError, ServiceError
+
+__all__ = ["ARENA_BYTES", "UNIT", "Arena"]
+
+UNIT = 1 << 20
+ARENA_BYTES = 1 << 36
+"""Address room of one shard; memory is taken as it is written."""
+_PAGE = 4096
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Arena:
+    """A mapped arena file.
+
+    Attributes:
+        data: all of it, as bytes.
+        generations: the table.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        """Map the file.
+
+        Raises:
+            ServiceError: there is none, or it cannot be mapped.
+        """
+        self.path = path
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        try:
+            self._fd = os.open(path, flags, 0o600)
+            if create and not os.fstat(self._fd).st_size:
+                os.ftruncate(self._fd, ARENA_BYTES)
+                os.posix_fallocate(self._fd, 0, UNIT)
+            self._map = mmap.mmap(self._fd, ARENA_BYTES)
+        except (OSError, ValueError) as error:
+            raise ServiceError(f"the memory of a shard cannot be mapped: {path}: {error}") from (
+                error
+            )
+        self.data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.generations: NDArray[np.uint32] = self.data[:UNIT].view(np.uint32)
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Give pages to a range.
+
+        Raises:
+            BackpressureError: the file system is full.
+        """
+        try:
+            os.posix_fallocate(self._fd, start, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise BackpressureError(
+                f"no memory for {nbytes} bytes at {self.path}: {error.strerror}; lower the store's "
+                f"capacity_bytes, or give the file system more room"
+            ) from error
+
+    def punch(self, start: int, nbytes: int) -> None:
+        """Give back the whole pages of a range."""
+        first = -(-start // _PAGE) * _PAGE
+        last = (start + nbytes) // _PAGE * _PAGE
+        if last > first and _libc.fallocate(
+            self._fd, _PUNCH_HOLE, ctypes.c_long(first), ctypes.c_long(last - first)
+        ):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(self.path))
+
+    def sync(self) -> None:
+        """Wait until all bytes are on the disk."""
+        os.fdatasync(self._fd)
+
+    def allocated(self) -> int:
+        """Bytes the file takes."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Unmap as soon as no view is left. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        del self.generations, self.data

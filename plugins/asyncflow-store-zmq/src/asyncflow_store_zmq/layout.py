@@ -1,0 +1,235 @@
+"""How the rows of one put or commit lie in memory: columnar, ragged, never padded.
+
+A *segment* is what one call wrote, in one piece. It begins with int64 [2 * columns]: for each
+column where its values and where its offsets begin, in bytes from the segment's start. A ragged
+column has int64 [rows + 1] offsets in values; an object column is a ragged column of bytes, one
+msgpack value a row. A *layout* says what the columns are; many segments share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow_core.batch import Batch, Column
+from asyncflow_core.errors import DataError
+
+__all__ = ["ColumnLayout", "Layout", "Packed", "Piece", "pack", "take"]
+
+Bytes = NDArray[np.uint8]
+_ALIGN = 64
+_INT64 = np.dtype(np.int64)
+
+
+class ColumnLayout(NamedTuple):
+    """One column: its kind, dtype as numpy spells it, and the shape of an entry's elements."""
+
+    name: str
+    kind: str
+    dtype: str
+    tail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, column: Column) -> ColumnLayout:
+        """As this column is."""
+        if column.kind == "object":
+            return cls(name, "object", "|u1", ())
+        return cls(name, column.kind, column.array.dtype.str, column.array.shape[1:])
+
+    def __str__(self) -> str:
+        """As errors name it."""
+        return "object" if self.kind == "object" else f"{self.kind} {self.dtype} {self.tail}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a segment, in order."""
+
+    columns: tuple[ColumnLayout, ...]
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Name to position."""
+        return {column.name: position for position, column in enumerate(self.columns)}
+
+    def dump(self) -> bytes:
+        """As bytes; equal for equal layouts."""
+        data: bytes = msgpack.packb(self.columns)
+        return data
+
+    @classmethod
+    def load(cls, data: bytes) -> Layout:
+        """Inverse of `dump`.
+
+        Raises:
+            DataError: these bytes are no layout.
+        """
+        try:
+            columns = tuple(
+                ColumnLayout(str(name), str(kind), np.dtype(dtype).str, tuple(map(int, tail)))
+                for name, kind, dtype, tail in msgpack.unpackb(data)
+            )
+        except (ValueError, TypeError) as error:
+            raise DataError(f"a layout of {len(data)} bytes cannot be read: {error}") from error
+        return cls(columns)
+
+
+class Packed(NamedTuple):
+    """A batch ready to be copied: where each array goes, and how much room all take."""
+
+    layout: Layout
+    nbytes: int
+    parts: list[tuple[int, Bytes]]
+
+    def write(self, target: Bytes) -> None:
+        """Copy everything; the only copy on the way in."""
+        for start, data in self.parts:
+            target[start : start + data.nbytes] = data
+
+
+def pack(batch: Batch) -> Packed:
+    """Lay out a batch. Nothing is copied but object columns, which are encoded.
+
+    Raises:
+        DataError: an object column holds what no message can hold.
+    """
+    starts = np.zeros(2 * len(batch), np.int64)
+    parts: list[tuple[int, Bytes]] = [(0, starts.view(np.uint8))]
+    columns = []
+    end = starts.nbytes
+    for number, (name, column) in enumerate(batch.items()):
+        columns.append(ColumnLayout.of(name, column))
+        values, offsets = _arrays(name, column)
+        if offsets is not None:
+            starts[2 * number + 1] = end
+            parts.append((end, offsets.view(np.uint8)))
+            end += offsets.nbytes
+        end = -(-end // _ALIGN) * _ALIGN
+        starts[2 * number] = end
+        if values.nbytes:
+            parts.append((end, values))
+        end += -(-values.nbytes // 8) * 8
+    return Packed(Layout(tuple(columns)), -(-end // _ALIGN) * _ALIGN, parts)
+
+
+def _arrays(name: str, column: Column) -> tuple[Bytes, NDArray[np.int64] | None]:
+    """Values as bytes, and offsets from 0."""
+    if isinstance(column.values, list):
+        return _objects(name, column.values)
+    array = np.ascontiguousarray(column.values)
+    if column.offsets is None:
+        return array.reshape(-1).view(np.uint8), None
+    offsets = np.ascontiguousarray(column.offsets, np.int64)
+    if offsets[0]:
+        array, offsets = array[offsets[0] : offsets[-1]], offsets - offsets[0]
+    return array.reshape(-1).view(np.uint8), offsets
+
+
+def _objects(name: str, entries: Sequence[Any]) -> tuple[Bytes, NDArray[np.int64]]:
+    packer = msgpack.Packer(default=_plain)
+    try:
+        packed = [packer.pack(entry) for entry in entries]
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"column {name!r} holds an object that cannot be stored: {error}") from (
+            error
+        )
+    offsets = np.zeros(len(packed) + 1, np.int64)
+    np.cumsum([len(data) for data in packed], out=offsets[1:])
+    return np.frombuffer(b"".join(packed), np.uint8), offsets
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not allowed, plain values and arrays are")
+
+
+class Piece(NamedTuple):
+    """Rows `first` to `last` (excluded) of a segment of `rows` rows, which lies in `data`.
+
+    `repeat` above 1 stands for the single row `first` so many times: rows of one prompt group.
+    """
+
+    data: Bytes
+    layout: Layout
+    rows: int
+    first: int
+    last: int
+    repeat: int = 1
+
+
+def take(pieces: Sequence[Piece], names: Sequence[str]) -> dict[str, Column]:
+    """Columns of rows out of segments, one after another, copied.
+
+    Raises:
+        DataError: a segment has no such column.
+    """
+    return {name: _column(name, pieces) for name in names}
+
+
+def _column(name: str, pieces: Sequence[Piece]) -> Column:
+    found: list[NDArray[Any]] = []
+    lengths: list[NDArray[np.int64]] = []
+    layout: ColumnLayout | None = None
+    for piece in pieces:
+        position = piece.layout.positions.get(name)
+        if position is None:
+            raise DataError(f"a segment of {list(piece.layout.positions)} has no column {name!r}")
+        layout = piece.layout.columns[position]
+        values, offsets = _cut(piece, position, layout)
+        for _ in range(piece.repeat):
+            found.append(values)
+            if offsets is not None:
+                lengths.append(offsets)
+    if layout is None:
+        raise DataError(f"no rows were asked of column {name!r}")
+    # `copy` of one piece, `concatenate` of several: either way the result is the caller's own.
+    values = found[0].copy() if len(found) == 1 else np.concatenate(found)
+    if layout.kind == "dense":
+        return Column(values)
+    if len(lengths) == 1:
+        joined = lengths[0] - lengths[0][0]
+    else:
+        joined = np.zeros(sum(len(part) - 1 for part in lengths) + 1, np.int64)
+        np.cumsum(np.concatenate([np.diff(part) for part in lengths]), out=joined[1:])
+    if layout.kind == "ragged":
+        return Column(values, joined)
+    view = memoryview(values)
+    ends = joined.tolist()
+    return Column(
+        [
+            msgpack.unpackb(view[start:end], strict_map_key=False)
+            for start, end in zip(ends, ends[1:], strict=False)
+        ]
+    )
+
+
+def _cut(
+    piece: Piece, position: int, layout: ColumnLayout
+) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    """The values of a piece's rows, and the offsets around them; views."""
+    data, first, last = piece.data, piece.first, piece.last
+    values_at, offsets_at = np.frombuffer(data, _INT64, 2, 16 * position).tolist()
+    dtype = np.dtype(layout.dtype)
+    width = 1
+    for axis in layout.tail:
+        width *= axis
+    offsets: NDArray[np.int64] | None = None
+    if layout.kind == "dense":
+        start, end = first, last
+    else:
+        offsets = np.frombuffer(data, _INT64, last - first + 1, offsets_at + 8 * first)
+        start, end = int(offsets[0]), int(offsets[-1])
+    count = (end - start) * width
+    if not count:  # `frombuffer` takes no empty buffer
+        return np.empty((end - start, *layout.tail), dtype), offsets
+    values = np.frombuffer(data, dtype, count, values_at + start * width * dtype.itemsize)
+    return values.reshape(end - start, *layout.tail) if layout.tail else values, offsets

@@ -1,0 +1,132 @@
+"""Prompts into the store, batch by batch."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from asyncflow_core.config import RunConfig
+from asyncflow_core.errors import ConfigError, DataError, ServiceError
+from asyncflow_core.flow.supply import EVALUATION, TRAINING, Supply
+from asyncflow_core.parts import PromptRecord
+from asyncflow_core.reference.data_store import InProcessDataStore
+from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_core.testing.wait import eventually
+
+SEE = TaskSpec("see", ("prompt_ids", "answer"), partitions=("train", "eval"))
+
+
+class Prompts:
+    """Three prompts an epoch, two held out."""
+
+    fields = ("answer",)
+
+    def __init__(self, count=3, length=1):
+        self.count, self.length = count, length
+
+    def train(self, epoch):
+        return (
+            PromptRecord([n] * self.length, {"answer": f"{epoch}/{n}"}) for n in range(self.count)
+        )
+
+    def evaluation(self):
+        return (PromptRecord([9], {"answer": f"held out {n}"}) for n in range(2))
+
+
+def config(**workflow):
+    flow = {"steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0, **workflow}
+    part = {"plugin": "any"}
+    return RunConfig(
+        **dict.fromkeys(("prompts", "rollout", "trainer", "loss"), part), stages={}, workflow=flow
+    )
+
+
+@contextlib.asynccontextmanager
+async def supplying(store, prompts, config):
+    supply = Supply(store, prompts, config)
+    tasks = [asyncio.create_task(supply.admit()), asyncio.create_task(supply.watch_drops())]
+    supply.running = asyncio.gather(*tasks)
+    try:
+        yield supply
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(supply.running, *tasks, return_exceptions=True)
+
+
+async def waiting(store, rows):
+    return (await store.stats()).tasks["see"].ready == rows
+
+
+async def test_supply_admits_batches_as_versions_complete_over_epochs(store):
+    await store.register(SEE)
+    seen = []
+    async with supplying(store, Prompts(), config()) as supply:
+        for version in range(1, 4):
+            await eventually(lambda: waiting(store, 4))
+            lease = await store.lease("see", requester="t")
+            seen += [(info.batch, info.key.group) for info in lease.rows]
+            await store.commit(lease.ref())
+            supply.advance(version)
+        await asyncio.sleep(0)
+        assert supply.rows_put == 12
+    groups = list(dict.fromkeys(seen))
+    assert groups == [
+        *((0, (TRAINING, 0, 0)), (0, (TRAINING, 0, 1)), (1, (TRAINING, 0, 2))),
+        *((1, (TRAINING, 1, 0)), (2, (TRAINING, 1, 1)), (2, (TRAINING, 1, 2))),
+    ]
+
+
+async def test_supply_dropped_group_is_replaced_in_its_batch_by_the_next_prompt(store):
+    await store.register(SEE)
+    async with supplying(store, Prompts(), config()):
+        await eventually(lambda: waiting(store, 4))
+        lease = await store.lease("see", requester="t", limit_rows=2)
+        await store.drop([info.key for info in lease.rows], reason="too long")
+        await eventually(lambda: waiting(store, 4))
+        lease = await store.lease("see", requester="t")
+        assert {(info.batch, info.key.sequence) for info in lease.rows} == {(0, 1), (0, 2)}
+
+
+async def test_supply_that_only_drops_ends_the_run(store):
+    await store.register(SEE)
+    async with supplying(store, Prompts(), config()) as supply:
+
+        async def drop_all():
+            while not supply.running.done():
+                lease = await store.lease("see", requester="t", wait_s=0.01)
+                if lease is not None:
+                    await store.drop([info.key for info in lease.rows], reason="too long")
+
+        dropping = asyncio.create_task(drop_all())
+        with pytest.raises(ServiceError, match="dropped within one step, the last: too long"):
+            await asyncio.wait_for(supply.running, 20)
+        await dropping
+
+
+async def test_supply_evaluation_puts_held_out_prompts_outside_batches(store):
+    await store.register(SEE)
+    supply = Supply(store, Prompts(), config())
+    assert await supply.evaluate(1) == 8  # two prompts, four samples
+    lease = await store.lease("see", requester="t")
+    assert {(info.batch, info.key.group) for info in lease.rows} == {
+        (None, (EVALUATION, 1, 0)),
+        (None, (EVALUATION, 1, 1)),
+    }
+    batch = await store.read(lease.ref(), ("answer",))
+    assert set(batch["answer"]) == {"held out 0", "held out 1"}
+
+
+async def test_supply_without_prompts_says_so(store):
+    async with supplying(store, Prompts(count=0), config()) as supply:
+        with pytest.raises(DataError, match="has no training prompts in epoch 0"):
+            await asyncio.wait_for(supply.running, 5)
+
+
+async def test_supply_batch_that_never_fits_is_refused_not_awaited():
+    """Short prompts would fit, so only here is it known."""
+    async with InProcessDataStore(capacity_bytes=80_000) as store:
+        run = config()  # 4 rows of 256 new tokens
+        async with supplying(store, Prompts(length=3000), run) as supply:
+            with pytest.raises(ConfigError, match="the data store holds 80000 bytes, but 1 batch"):
+                await asyncio.wait_for(supply.running, 5)
