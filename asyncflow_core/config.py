@@ -159,6 +159,7 @@ class StageConfig(Section):
             raise ValueError("a stage has either `plugin` or `function`, exactly one of them")
         if self.function and self.kind == "columns" and not self.writes:
             raise ValueError("a stage by `function` says what it `reads` and `writes`")
+        without: tuple[str, ...]
         if self.plugin:
             who, without = "by `plugin`", ("kind", "reads", "writes", "whole_groups", "partitions")
         elif self.kind == "reward":

@@ -104,17 +104,20 @@ def test_get_two_modules_of_one_distribution_each_its_own(install):
     assert registry.get("rollout", "a").kind == "rollout"
 
 
-def test_get_unknown_name_says_near_names_and_pip_line(install):
+def test_get_unknown_name_says_near_names_and_pip_line(install, monkeypatch):
     install("af-near", {"rollout.turbo": "af_near"}, {"af_near": [("rollout", "turbo", 1)]})
+    monkeypatch.setenv("ASYNCFLOW_PLUGINS", "af-near")
     registry = Registry()
     with pytest.raises(PluginNotFoundError, match="did you mean 'turbo'"):
         registry.get("rollout", "turob")
     with pytest.raises(PluginNotFoundError) as error:
-        registry.get("rollout", "sglng")
-    assert "did you mean 'sglang'?; try: pip install asyncflow-sglang" in str(error.value)
+        registry.get("rollout", "transfomers")
+    assert "did you mean 'transformers'?; try: pip install asyncflow-transformers" in str(
+        error.value
+    )
     with pytest.raises(PluginNotFoundError) as error:
-        registry.get("rollout", "sglang")
-    assert str(error.value).endswith("; try: pip install asyncflow-sglang")
+        registry.get("rollout", "transformers")
+    assert str(error.value).endswith("; try: pip install asyncflow-transformers")
     assert "did you mean" not in str(error.value)
     with pytest.raises(PluginNotFoundError, match="no plugin kind 'rolout'; kinds are"):
         registry.get("rolout", "turbo")

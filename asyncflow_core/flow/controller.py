@@ -6,6 +6,7 @@ It is not on the data path: rows go between the store and the services.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.wire import Server, serve_service
 
 __all__ = ["Controller"]
+
+_log = logging.getLogger(__name__)
 
 _DEATH_GRACE_S = 1.0
 """A broken connection may be seen before the end of its process, which is awaited so long."""
@@ -214,6 +217,8 @@ class Controller:
             switching.published(weights)
             publish_s = time.perf_counter() - published_at
             rewards = await parts.recorder.wait_batch(version, report.rows)
+            if rewards.errors and not self._totals.reward_errors:
+                _log.warning("a reward failed and counts 0: %s", rewards.last_error)
             now = time.perf_counter()
             record = {
                 **self._totals.add(report, rewards),

@@ -99,6 +99,7 @@ class Rewards:
     values: list[float] = field(default_factory=list)
     tokens: int = 0
     errors: int = 0
+    last_error: str = ""
 
 
 class Recorder:
@@ -154,6 +155,7 @@ class Recorder:
         rewards.tokens += tokens
         if error is not None:
             rewards.errors += 1
+            rewards.last_error = error
 
     def _readable(self, ids: NDArray[np.int32]) -> Any:
         return self._tokenizer.decode(ids) if self._tokenizer else ids.tolist()

@@ -140,7 +140,7 @@ def test_python_functions_run_in_threads_of_this_process(inline):
     assert "test_flow:" in (flow.folder / "config.yaml").read_text()
 
 
-def test_reward_that_raises_scores_0_and_is_counted_and_shown(inline):
+def test_reward_that_raises_scores_0_and_is_counted_and_shown(inline, caplog):
     flow = af.Flow(**inline(stages__reward={"function": "functions:raises", "kind": "reward"}))
     steps = list(flow.run())
     assert flow.summary.reward_errors == flow.summary.rows_trained == 64
@@ -148,6 +148,9 @@ def test_reward_that_raises_scores_0_and_is_counted_and_shown(inline):
     assert steps[0].metrics["reward/mean"] == 0
     samples = [json.loads(s) for s in (flow.folder / "samples.jsonl").read_text().splitlines()]
     assert all("ValueError: cannot judge" in sample["reward_error"] for sample in samples)
+    assert [r.getMessage() for r in caplog.records if "cannot judge" in r.getMessage()] == [
+        f"a reward failed and counts 0: {samples[15]['reward_error']}"
+    ]
 
 
 def test_stage_that_returns_wrong_columns_ends_the_run_by_name(inline):

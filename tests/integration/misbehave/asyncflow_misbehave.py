@@ -1,7 +1,7 @@
 """A rollout and a trainer as on bad days; found by the .dist-info beside this file."""
 
 import asyncio
-import ctypes
+import itertools
 import os
 import subprocess
 
@@ -39,8 +39,8 @@ async def misbehave(how):
             os._exit(3)
         case "raise":
             raise RuntimeError("the engine broke")
-        case "native":  # holds the GIL: no other thread of this process runs
-            ctypes.PyDLL(None).sleep(3600)
+        case "native":  # holds the GIL for ever: no thread, no signal handler of Python runs
+            sum(itertools.repeat(0))
         case "children":
             start_children()
 

@@ -89,6 +89,11 @@ class Reduction:
                 tensor: Any = entry.param  # torch leaves the method untyped
                 tensor.register_post_accumulate_grad_hook(partial(self._arrive, unit, entry))
 
+    @property
+    def order(self) -> list[Unit]:
+        """Units in the order of their reductions; empty before the first."""
+        return self._order
+
     def allocate(self) -> None:
         """Make the buffers, and the optimizer's gradients, if they are not there yet."""
         while self._made < self._count and self._units:

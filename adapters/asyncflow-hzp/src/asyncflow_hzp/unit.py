@@ -58,12 +58,14 @@ class Unit:
         named: Sequence[tuple[str, nn.Parameter]],
         layout: Layout,
         *,
+        family: str,
         dtype: torch.dtype,
         master_dtype: torch.dtype,
     ) -> None:
         self.number = number
         self.name = name
         self.layout = layout
+        self.family = family
         self.dtype = dtype
         self.trainable = named[0][1].requires_grad
         self.master_dtype = master_dtype if self.trainable else dtype

@@ -46,6 +46,18 @@ class Cut:
     family: str
     named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
+    joins: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, torch.dtype, str]:
+        """What all its parameters have in common."""
+        param = self.named[0][1]
+        return param.requires_grad, param.dtype, self.family
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(param.numel() for _, param in self.named)
 
 
 def cut_units(model: nn.Module, units: Units | None) -> list[Cut]:
@@ -62,19 +74,38 @@ def cut_units(model: nn.Module, units: Units | None) -> list[Cut]:
     ]
     if units is not None and not any(_chosen(units, n, m) for n, m in roots):
         raise ConfigError(f"no module of the model is a unit of {units!r}")
+    chosen = {id(root) for _, root in roots}
     inside = {id(module) for _, root in roots for module in root.modules()}
     seen: dict[nn.Parameter, Cut] = {}
     cuts: list[Cut] = []
-    chosen = {id(root) for _, root in roots}
     for name, module in model.named_modules():
         if id(module) in chosen:
             cuts += _take(name, module, list(_own(module, chosen, name)), families, seen)
         elif id(module) not in inside:
-            named = [(_join(name, key), p) for key, p in module.named_parameters(recurse=False)]
-            cuts += _join_small(cuts, _take(name, module, named, families, seen), inside)
+            held = module.named_parameters(recurse=False, remove_duplicate=False)
+            named = [(_join(name, key), param) for key, param in held]
+            rest = _take(name, module, named, families, seen)
+            for cut in rest:
+                cut.joins = not any(id(child) in chosen for child in module.modules())
+            cuts += rest
     if not cuts:
         raise ConfigError("the model has no parameters to shard")
-    return _merge_small(cuts, inside)
+    return _join_small(cuts)
+
+
+def _join_small(cuts: list[Cut]) -> list[Cut]:
+    """Let small leftovers travel with the next leftover of their kind, or the last before."""
+    result: list[Cut] = []
+    for number, cut in enumerate(cuts):
+        after = (other for other in cuts[number + 1 :] if other.joins and other.kind == cut.kind)
+        before = (other for other in reversed(result) if other.joins and other.kind == cut.kind)
+        host = next(after, None) or next(before, None)
+        if cut.joins and host is not None and cut.elements < _SMALL:
+            host.named += cut.named
+            host.modules += [module for module in cut.modules if module not in host.modules]
+        else:
+            result.append(cut)
+    return result
 
 
 def _families(model: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:

@@ -1,0 +1,367 @@
+"""The controller: the table behind a socket. It waits, tells the time, and never sees payload.
+
+Every call is one list, answered at once unless it has to wait: for rows, for room, for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from asyncflow_core.batch import BatchRef, GroupKey, Key
+from asyncflow_core.errors import (
+    AsyncFlowError,
+    ServiceTimeoutError,
+    WireDecodeError,
+)
+from asyncflow_core.ledger import Admission
+from asyncflow_core.services.data_store import Order, TaskSpec
+from asyncflow_core.wire import Client, Method, Peer, Server
+from asyncflow_store_zmq.arena import Arena
+from asyncflow_store_zmq.layout import Layout
+from asyncflow_store_zmq.pulse import Pulse
+from asyncflow_store_zmq.shard import message
+from asyncflow_store_zmq.spec import StoreSpec
+from asyncflow_store_zmq.table import Incoming, Table, Written
+
+__all__ = ["Controller"]
+
+_log = logging.getLogger(__name__)
+_TICK_S = 1.0
+_METHODS = (
+    "hello", "register", "end", "put", "lend", "lease", "find", "commit", "turn", "renew",
+    "release", "drop", "stats", "layout", "memory",
+)  # fmt: skip
+
+
+class Controller:
+    """Answers `store.*`. Owns the table; between two awaits it is whole, so there are no locks but
+    the queue of producers that wait for room.
+    """
+
+    def __init__(self, spec: StoreSpec, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepare; `open` connects to the shards."""
+        self._spec = spec
+        self._clock = clock
+        self._arenas: list[Arena] = []
+        self._shards: list[Client] = []
+        self._table = Table(
+            capacity_rows=spec.capacity_rows,
+            capacity_bytes=spec.capacity_bytes,
+            max_staleness=spec.max_staleness,
+            max_gap_s=spec.max_gap_s,
+            raise_generation=self._raise_generation,
+        )
+        self._ready: dict[str, Pulse] = defaultdict(Pulse)
+        self._room, self._drops = Pulse(), Pulse()
+        self._turn = asyncio.Lock()  # producers wait in line; the first one waits for room
+        self._waiting_puts = 0
+        self._registrations: dict[str, tuple[TaskSpec, Peer]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Connect to every shard and map its memory."""
+        for number in range(self._spec.shards):
+            address = self._spec.shard_addresses[number]
+            client = Client(address, name="controller", token=self._spec.token)
+            await client.open()
+            self._shards.append(client)
+            self._arenas.append(Arena(self._spec.arena(number)))
+            self._table.pool.add_shard()
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def aclose(self) -> None:
+        """Let go of the shards."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for client in self._shards:
+            await client.aclose()
+
+    def expose(self, server: Server) -> None:
+        """Offer the methods."""
+        methods = {
+            name: Method(self._guarded(getattr(self, name)), message, takes_peer=True, inline=True)
+            for name in _METHODS
+        }
+        server.expose("store", methods, interface="ZmqDataStore", api_version=1)
+
+    def _guarded(self, function: Callable[[list[Any], Peer], Any]) -> Callable[..., Any]:
+        """Follow up after every call; a list of another form is the caller's fault."""
+
+        def call(m: list[Any], peer: Peer) -> Any:
+            try:
+                return function(m, peer)
+            except AsyncFlowError:
+                raise
+            except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+                raise WireDecodeError(f"a call is malformed: {error}") from error
+            finally:
+                self._follow()
+
+        return call
+
+    # Calls
+
+    def hello(self, m: list[Any], peer: Peer) -> list[Any]:
+        """Where a client's memory is, and a first extent."""
+        paths = [str(self._spec.arena(number)) for number in range(len(self._arenas))]
+        return [paths, self._spec.shard_addresses, sorted(self._table.ledger.policies)]
+
+    def register(self, m: list[Any], peer: Peer) -> str:
+        """[name, reads, writes, whole_groups, partitions, order] -> handle."""
+        name, reads, writes, whole, partitions, order = m
+        spec = TaskSpec(
+            name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order)
+        )
+        for handle, (task, owner) in self._registrations.items():
+            if owner.name == peer.name and not owner.alive and task == spec:
+                self._registrations[handle] = spec, peer
+                return handle
+        self._table.register(spec)
+        handle = secrets.token_hex(8)
+        self._registrations[handle] = spec, peer
+        return handle
+
+    def end(self, m: list[Any], peer: Peer) -> None:
+        """[handle]."""
+        held = self._registrations.pop(m[0], None)
+        if held is not None:
+            self._table.leave(held[0].name, self._clock())
+
+    def put(self, m: list[Any], peer: Peer) -> Any:
+        """[written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory]."""
+        written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory = m
+        names = tuple(column.name for column in Layout.load(written[5]).columns)
+        put = self._table.begin_put(
+            peer,
+            Written(*written),
+            [GroupKey(*key) for key in keys.tolist()],
+            Admission(names, samples, batch, partition, row_bytes),
+            tokens.tolist(),
+            oldest.tolist(),
+        )
+        lent = self._memory(memory, peer)
+        if self._turn.locked() or not self._table.advance_put(put):
+            return self._wait_put(put, wait_s, lent)
+        self._table.end_put(put, self._clock())
+        return [put.stored, len(put.keys) - put.stored, lent]
+
+    async def _wait_put(self, put: Incoming, wait_s: float | None, lent: Any) -> list[Any]:
+        self._waiting_puts += 1
+        try:
+            async with asyncio.timeout(wait_s), self._turn:
+                while not self._table.advance_put(put):
+                    self._follow()
+                    await self._room.wait(None)
+        except TimeoutError:
+            raise ServiceTimeoutError(
+                f"put waited {wait_s} s for room; {put.stored} of {len(put.keys)} groups are "
+                f"stored; put the same groups again, stored ones are skipped"
+            ) from None
+        finally:
+            self._waiting_puts -= 1
+            self._table.end_put(put, self._clock())
+            self._follow()
+        return [put.stored, len(put.keys) - put.stored, lent]
+
+    def lend(self, m: list[Any], peer: Peer) -> list[int]:
+        """[nbytes, memory]: an extent of that size."""
+        self._memory([m[1], 0], peer)
+        return self._lend(peer, m[0])
+
+    def _memory(self, m: list[Any], peer: Peer) -> list[int] | None:
+        """[sealed extents, bytes wanted]: take some back, lend another."""
+        sealed, wanted = m
+        for shard, slot in sealed:
+            self._table.pool.seal(self._table.pool.find(peer, shard, slot, slot << 20, 0))
+        return self._lend(peer, wanted) if wanted else None
+
+    def _lend(self, peer: Peer, nbytes: int) -> list[int]:
+        extent = self._table.pool.lend(peer, nbytes)
+        return [extent.shard, extent.slot, extent.nbytes]
+
+    def lease(self, m: list[Any], peer: Peer) -> Any:
+        """[task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s]."""
+        found = self._try_lease(m)
+        if found is not None or m[7] <= 0:
+            return found
+        return self._wait_lease(m)
+
+    def _try_lease(self, m: list[Any]) -> list[Any] | None:
+        task, requester, version, limit_rows, limit_tokens, policy, lease_s, _ = m
+        handout = self._table.lease(
+            self._clock(),
+            task,
+            requester,
+            version=version,
+            limit_rows=limit_rows,
+            limit_tokens=limit_tokens,
+            policy=policy,
+            lease_s=lease_s,
+        )
+        return None if handout is None else list(handout)
+
+    async def _wait_lease(self, m: list[Any]) -> list[Any] | None:
+        deadline = asyncio.get_running_loop().time() + m[7]
+        while await self._ready[m[0]].wait(deadline):
+            found = self._try_lease(m)
+            self._follow()
+            if found is not None:
+                return found
+        return None
+
+    def find(self, m: list[Any], peer: Peer) -> list[Any]:
+        """[lease, fence, rows, columns]: where rows lie."""
+        lease_id, fence, rows, columns = m
+        ref = BatchRef(lease_id, fence, tuple(rows.tolist()))
+        return list(self._table.find(self._clock(), ref, columns))
+
+    def commit(self, m: list[Any], peer: Peer) -> Any:
+        """[lease, fence, rows, written, tokens, oldest, version, memory] -> counts and memory."""
+        lease_id, fence, rows, written, tokens, oldest, version, memory = m
+        result, _claim, _segment = self._table.commit(
+            self._clock(),
+            peer,
+            BatchRef(lease_id, fence, tuple(rows.tolist())),
+            None if written is None else Written(*written),
+            [] if tokens is None else tokens.tolist(),
+            [] if oldest is None else oldest.tolist(),
+            version,
+        )
+        return [
+            result.committed, result.repeated, result.dropped, self._memory(memory, peer),
+        ]  # fmt: skip
+
+    def turn(self, m: list[Any], peer: Peer) -> Any:
+        """[commits, lease or None]: what a reader did, and what it wants next, in one message.
+
+        Commits that fail do not keep the others back: each has its own answer.
+        """
+        commits, lease = m
+        answers: list[Any] = []
+        for commit in commits:
+            try:
+                answers.append(self.commit(commit, peer))
+            except AsyncFlowError as error:
+                answers.append([error.code, str(error)])
+        if lease is None:
+            return [answers, None]
+        found = self._try_lease(lease)
+        if found is not None or lease[7] <= 0:
+            return [answers, found]
+
+        async def wait() -> list[Any]:
+            return [answers, await self._wait_lease(lease)]
+
+        return wait()
+
+    def renew(self, m: list[Any], peer: Peer) -> list[int]:
+        """[leases, lease_s] -> lost ones."""
+        return list(self._table.renew(self._clock(), m[0], m[1]))
+
+    def release(self, m: list[Any], peer: Peer) -> None:
+        """[lease, fence, rows]."""
+        self._table.release(self._clock(), BatchRef(m[0], m[1], tuple(m[2].tolist())))
+
+    def drop(self, m: list[Any], peer: Peer) -> int:
+        """[keys, reason]."""
+        return self._table.drop(self._clock(), [Key(*key) for key in m[0].tolist()], m[1])
+
+    def stats(self, m: list[Any], peer: Peer) -> Any:
+        """[drops_after, wait_s]."""
+        drops_after, wait_s = m
+        if wait_s > 0 and self._table.ledger.last_serial <= drops_after:
+            return self._wait_stats(drops_after, wait_s)
+        return self._stats(drops_after)
+
+    async def _wait_stats(self, drops_after: int, wait_s: float) -> dict[str, Any]:
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while self._table.ledger.last_serial <= drops_after:
+            if not await self._drops.wait(deadline):
+                break
+        return self._stats(drops_after)
+
+    def _stats(self, drops_after: int) -> Any:
+        self._table.advance(self._clock())
+        return dataclasses.replace(
+            self._table.stats(drops_after),
+            bytes=self._table.pool.nbytes,
+            waiting_puts=self._waiting_puts,
+        )
+
+    def layout(self, m: list[Any], peer: Peer) -> bytes:
+        """[number]."""
+        return self._table.layout(m[0])
+
+    def memory(self, m: list[Any], peer: Peer) -> int:
+        """[]: bytes the arenas take."""
+        return sum(arena.allocated() for arena in self._arenas)
+
+    # Following up
+
+    def _raise_generation(self, shard: int, slot: int) -> int:
+        generations = self._arenas[shard].generations
+        generations[slot] += np.uint32(1)
+        return int(generations[slot])
+
+    def _follow(self) -> None:
+        """Wake who can go on, set the timer, give memory back."""
+        table = self._table
+        if table.ready:
+            for task in table.ready:
+                self._ready[task].fire()
+            table.ready.clear()
+        if table.room:
+            table.room = False
+            self._room.fire()
+        if table.dropped:
+            table.dropped = False
+            self._drops.fire()
+        if table.pool.holes:
+            self._punch()
+        self._set_timer()
+
+    def _punch(self) -> None:
+        # Here and not in the shard: a hole must be there before its memory is lent again.
+        for hole in self._table.pool.holes:
+            self._arenas[hole.shard].punch(hole.start, hole.nbytes)
+        self._table.pool.holes.clear()
+
+    def _set_timer(self) -> None:
+        deadline = self._table.ledger.next_deadline()
+        if self._timer is not None:
+            if deadline is not None and self._due <= deadline:
+                return  # it comes in time, and then sets the next
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._due = deadline
+            delay = max(0.0, deadline - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._table.advance(self._clock())
+        self._follow()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for holder in self._table.pool.holders():
+                if isinstance(holder, Peer) and not holder.alive:
+                    self._table.pool.seal_all(holder)
+            self._table.pool.sweep(self._clock())
+            self._follow()
+
