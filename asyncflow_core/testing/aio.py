@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncflow_core.services.weight_sync import Bucket, ManifestBuilder, WeightManifest
 
@@ -16,22 +15,28 @@ T = TypeVar("T")
 
 
 async def eventually(
-    condition: Callable[[], bool | Awaitable[bool]], *, timeout_s: float = 10.0
-) -> None:
-    """Wait until the condition, a function or coroutine function, holds.
+    condition: Callable[[], Any] | Callable[[], Awaitable[Any]], *, timeout_s: float = 10.0
+) -> Any:
+    """Poll until `condition()` is true, and return its value.
+
+    Args:
+        condition: a function, plain or async.
+        timeout_s: how long to try.
 
     Raises:
-        AssertionError: it did not hold in time.
+        AssertionError: it was still false, with its last value.
     """
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.0
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
     while True:
-        holds = condition()
-        if await holds if inspect.isawaitable(holds) else holds:
-            return
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {condition}"
-        await asyncio.sleep(pause_s)
-        pause_s = min(0.01, pause_s + 1e-4)
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if loop.time() >= deadline:
+            raise AssertionError(f"still {value!r} after {timeout_s} s")
+        await asyncio.sleep(0.002)
 
 
 async def collect(items: AsyncIterator[T]) -> list[T]:

@@ -30,7 +30,7 @@ from asyncflow_core.errors import (
     UnsupportedCapabilityError,
 )
 from asyncflow_core.services.data_store import DataStore, Lease, Order, TaskSpec
-from asyncflow_core.testing.wait import eventually
+from asyncflow_core.testing.aio import eventually
 
 __all__ = ["DataStoreTests"]
 

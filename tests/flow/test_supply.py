@@ -11,7 +11,7 @@ from asyncflow_core.flow.supply import EVALUATION, TRAINING, Supply
 from asyncflow_core.parts import PromptRecord
 from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.services.data_store import TaskSpec
-from asyncflow_core.testing.wait import eventually
+from asyncflow_core.testing.aio import eventually
 
 SEE = TaskSpec("see", ("prompt_ids", "answer"), partitions=("train", "eval"))
 

@@ -18,7 +18,7 @@ from asyncflow_core.reference.weight_sync import MemoryWeightSync
 from asyncflow_core.registry import NoOptions, Registry
 from asyncflow_core.services.data_store import CommitResult, Order, TaskSpec
 from asyncflow_core.services.trainer import LossSpec
-from asyncflow_core.testing.wait import eventually
+from asyncflow_core.testing.aio import eventually
 
 VOCAB = 7
 LOSS = LossSpec("tabular_ppo_clip")

@@ -23,7 +23,7 @@ from asyncflow_core.parts import StageContract
 from asyncflow_core.schema import CANONICAL
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.services.rollout import Completion, SamplingParams
-from asyncflow_core.testing.wait import eventually
+from asyncflow_core.testing.aio import eventually
 
 ROLLOUT = TaskSpec("rollout", ("prompt_ids",), ROLLOUT_WRITES)
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, stop=("x",))

@@ -10,7 +10,7 @@ from asyncflow_core.errors import EngineError
 from asyncflow_core.flow.worker import LeaseKeeper, Part, Worker, first_failure, read_rows
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import Order, TaskSpec
-from asyncflow_core.testing.wait import eventually
+from asyncflow_core.testing.aio import eventually
 
 SCORE = TaskSpec("score", ("prompt_ids",), ("score",))
 ECHO = TaskSpec("echo", ("prompt_ids",))

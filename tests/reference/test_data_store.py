@@ -11,7 +11,7 @@ from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.errors import ConfigError, DataError, UnsupportedCapabilityError
 from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.services.data_store import TaskSpec
-from asyncflow_core.testing.wait import eventually
+from asyncflow_core.testing.aio import eventually
 
 READ = TaskSpec("read", ("prompt_ids",))
 WORK = TaskSpec("work", ("prompt_ids",), ("note",))

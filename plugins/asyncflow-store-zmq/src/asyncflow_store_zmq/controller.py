@@ -223,10 +223,10 @@ class Controller:
         return None
 
     def find(self, m: list[Any], peer: Peer) -> list[Any]:
-        """[lease, fence, rows, columns]: where rows lie."""
-        lease_id, fence, rows, columns = m
+        """[lease, fence, rows, columns, extra]: where rows lie."""
+        lease_id, fence, rows, columns, extra = m
         ref = BatchRef(lease_id, fence, tuple(rows.tolist()))
-        return list(self._table.find(self._clock(), ref, columns))
+        return list(self._table.find(self._clock(), ref, columns, extra))
 
     def commit(self, m: list[Any], peer: Peer) -> Any:
         """[lease, fence, rows, written, tokens, oldest, version, memory] -> counts and memory."""

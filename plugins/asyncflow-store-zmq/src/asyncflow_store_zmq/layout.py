@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from asyncflow_core.batch import Batch, Column
 from asyncflow_core.errors import DataError
 
-__all__ = ["ColumnLayout", "Layout", "Packed", "Piece", "pack", "take"]
+__all__ = ["ColumnLayout", "Layout", "Packed", "Piece", "finish", "join", "pack", "take"]
 
 Bytes = NDArray[np.uint8]
 _ALIGN = 64
@@ -172,38 +172,46 @@ def take(pieces: Sequence[Piece], names: Sequence[str]) -> dict[str, Column]:
     Raises:
         DataError: a segment has no such column.
     """
-    return {name: _column(name, pieces) for name in names}
+    return {name: finish(*join(pieces, name)) for name in names}
 
 
-def _column(name: str, pieces: Sequence[Piece]) -> Column:
+def join(
+    pieces: Sequence[Piece], name: str
+) -> tuple[str, NDArray[Any], NDArray[np.int64] | None]:
+    """Kind, values and offsets of a column, copied; what an object is stays unknown."""
     found: list[NDArray[Any]] = []
-    lengths: list[NDArray[np.int64]] = []
-    layout: ColumnLayout | None = None
+    parts: list[NDArray[np.int64]] = []
+    kind = ""
     for piece in pieces:
         position = piece.layout.positions.get(name)
         if position is None:
             raise DataError(f"a segment of {list(piece.layout.positions)} has no column {name!r}")
         layout = piece.layout.columns[position]
+        kind = layout.kind
         values, offsets = _cut(piece, position, layout)
-        for _ in range(piece.repeat):
-            found.append(values)
-            if offsets is not None:
-                lengths.append(offsets)
-    if layout is None:
+        found.extend([values] * piece.repeat)
+        if offsets is not None:
+            parts.extend([offsets] * piece.repeat)
+    if not found:
         raise DataError(f"no rows were asked of column {name!r}")
     # `copy` of one piece, `concatenate` of several: either way the result is the caller's own.
     values = found[0].copy() if len(found) == 1 else np.concatenate(found)
-    if layout.kind == "dense":
-        return Column(values)
-    if len(lengths) == 1:
-        joined = lengths[0] - lengths[0][0]
-    else:
-        joined = np.zeros(sum(len(part) - 1 for part in lengths) + 1, np.int64)
-        np.cumsum(np.concatenate([np.diff(part) for part in lengths]), out=joined[1:])
-    if layout.kind == "ragged":
-        return Column(values, joined)
+    if not parts:
+        return kind, values, None
+    if len(parts) == 1:
+        return kind, values, parts[0] - parts[0][0]
+    offsets = np.zeros(sum(len(part) - 1 for part in parts) + 1, np.int64)
+    np.cumsum(np.concatenate([np.diff(part) for part in parts]), out=offsets[1:])
+    return kind, values, offsets
+
+
+def finish(kind: str, values: NDArray[Any], offsets: NDArray[np.int64] | None) -> Column:
+    """The column of what `join` found."""
+    if kind != "object":
+        return Column(values, offsets)
+    assert offsets is not None
     view = memoryview(values)
-    ends = joined.tolist()
+    ends = offsets.tolist()
     return Column(
         [
             msgpack.unpackb(view[start:end], strict_map_key=False)

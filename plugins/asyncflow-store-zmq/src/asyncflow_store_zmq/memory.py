@@ -18,10 +18,14 @@ from numpy.typing import NDArray
 from asyncflow_core.batch import Column
 from asyncflow_core.errors import LeaseLostError
 from asyncflow_store_zmq.arena import UNIT, Arena
-from asyncflow_store_zmq.layout import Layout, Packed, Piece, take
+from asyncflow_store_zmq.extents import LENT_BYTES
+from asyncflow_store_zmq.layout import Layout, Packed, Piece, finish, take
 from asyncflow_store_zmq.places import MAX_ENTRIES, entry_of
 
-__all__ = ["Call", "FrameMemory", "Memory", "SharedMemory", "Space", "Wanted", "pieces_of"]
+__all__ = [
+    "Call", "FrameMemory", "Lent", "Memory", "SharedMemory", "Space", "Steps", "Wanted", "lost_rows",
+    "pieces_of",
+]  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -37,71 +41,76 @@ Steps = Generator[Call, Any, Any]
 
 
 @dataclass(slots=True)
-class _Lent:
+class Lent:
+    """A borrowed extent; `writing` counts segments the controller has not been told of."""
+
     shard: int
     slot: int
     position: int
     end: int
-    writing: int = 0  # segments written and not yet told to the controller
+    writing: int = 0
 
 
 class Space:
     """The extent being filled, one ahead, and those that are full.
 
-    `wants` and `sealed` go along with every put and commit, so that memory arrives before it is
-    needed.
+    What is full and whether one ahead is wanted goes along with every put and commit, so memory
+    arrives before it is needed.
     """
 
     def __init__(self) -> None:
         """Nothing lent."""
-        self._now: _Lent | None = None
-        self._next: _Lent | None = None
-        self._full: list[_Lent] = []
+        self._now: Lent | None = None
+        self._next: Lent | None = None
+        self._full: list[Lent] = []
+        self._asked = False
 
-    def add(self, lent: Sequence[int] | None) -> None:
-        """Take what the controller lent."""
-        if lent is not None:
-            shard, slot, nbytes = lent
-            self._next_or_now(_Lent(shard, slot, slot * UNIT, slot * UNIT + nbytes))
-
-    def _next_or_now(self, lent: _Lent) -> None:
+    def take(self, nbytes: int) -> tuple[Lent, int] | None:
+        """Room for a segment and where it begins; None when an extent must be asked for first."""
+        if nbytes > LENT_BYTES:
+            return None
+        if self._now is not None and self._now.position + nbytes > self._now.end:
+            self._full.append(self._now)
+            self._now = None
         if self._now is None:
-            self._now = lent
-        elif self._next is None:
-            self._next = lent
-        else:
-            self._full.append(lent)  # a race of two calls: give it back unused
-
-    def take(self, nbytes: int) -> tuple[_Lent, int] | None:
-        """Room for a segment and where it begins; None when a further extent is needed first."""
-        while self._now is not None:
-            lent = self._now
-            if lent.position + nbytes <= lent.end:
-                start = lent.position
-                lent.position += nbytes
-                lent.writing += 1
-                return lent, start
-            if self._next is None and lent.position == lent.slot * UNIT:
-                return None  # empty and too small: keep it for smaller ones
-            self._full.append(lent)
             self._now, self._next = self._next, None
-        return None
+        return None if self._now is None else self._cut(self._now, nbytes)
 
-    def put_first(self, lent: Sequence[int]) -> None:
-        """An extent that was asked for a large segment: used at once."""
-        if self._now is not None:
-            (self._full if self._next is not None else []).append(self._now)
-            self._next = self._next or self._now
-        shard, slot, nbytes = lent
-        self._now = _Lent(shard, slot, slot * UNIT, slot * UNIT + nbytes)
+    def take_from(self, reply: Sequence[int], nbytes: int) -> tuple[Lent, int]:
+        """Room in an extent that was asked for; a large segment has its own."""
+        lent = _lent(reply)
+        if nbytes > LENT_BYTES or self._now is not None:
+            self._full.append(lent)
+        else:
+            self._now = lent
+        return self._cut(lent, nbytes)
+
+    def _cut(self, lent: Lent, nbytes: int) -> tuple[Lent, int]:
+        start = lent.position
+        lent.position += nbytes
+        lent.writing += 1
+        return lent, start
 
     def report(self) -> list[Any]:
-        """What rides along: full extents all of whose segments were told, and bytes wanted."""
+        """What rides along: extents that are full, and how many bytes are wanted ahead."""
         done = [lent for lent in self._full if not lent.writing]
         if done:
             self._full = [lent for lent in self._full if lent.writing]
-        wanted = 0 if self._next is not None else 1
-        return [[[lent.shard, lent.slot] for lent in done], wanted]
+        wanted = self._next is None and not self._asked
+        self._asked |= wanted
+        return [[[lent.shard, lent.slot] for lent in done], int(wanted)]
+
+    def add(self, report: list[Any], reply: Sequence[int] | None) -> None:
+        """What came back for a report; None also when the call failed."""
+        if report[1]:
+            self._asked = False
+        if reply is not None:
+            self._next = _lent(reply)
+
+
+def _lent(reply: Sequence[int]) -> Lent:
+    shard, slot, nbytes = reply
+    return Lent(shard, slot, slot * UNIT, slot * UNIT + nbytes)
 
 
 class Wanted(NamedTuple):
@@ -115,7 +124,7 @@ class Wanted(NamedTuple):
 class Memory(Protocol):
     """How bytes get in and out."""
 
-    def write(self, lent: _Lent, start: int, packed: Packed) -> Steps:
+    def write(self, lent: Lent, start: int, packed: Packed) -> Steps:
         """Copy a segment in."""
 
     def read(self, wanted: Wanted, columns: Sequence[str], layouts: dict[int, Layout]) -> Steps:
@@ -124,6 +133,9 @@ class Memory(Protocol):
         Raises:
             LeaseLostError: the memory was lent anew meanwhile, so the rows are no longer there.
         """
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 def pieces_of(places: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
@@ -151,7 +163,8 @@ def pieces_of(places: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
     return runs
 
 
-def _lost(lease: str = "") -> LeaseLostError:
+def lost_rows() -> LeaseLostError:
+    """The error of a read that came too late."""
     return LeaseLostError(
         "the rows were given away while they were read: the lease is over, or they were dropped; "
         "lease again"
@@ -165,7 +178,7 @@ class SharedMemory:
         """Map them."""
         self._arenas = [Arena(Path(path)) for path in paths]
 
-    def write(self, lent: _Lent, start: int, packed: Packed) -> Steps:
+    def write(self, lent: Lent, start: int, packed: Packed) -> Steps:
         """One copy, no message."""
         arena = self._arenas[lent.shard]
         arena.reserve(start, packed.nbytes)
@@ -182,7 +195,7 @@ class SharedMemory:
                 found.update(take(self._pieces(wanted, places, layouts), chosen))
         for _, shard, slot, _, _, _, _, generation in wanted.segments.values():
             if int(self._arenas[shard].generations[slot]) != generation:
-                raise _lost()
+                raise lost_rows()
         return found
         yield
 
@@ -205,16 +218,48 @@ class SharedMemory:
 class FrameMemory:
     """The arenas through their shards' sockets."""
 
-    def write(self, lent: _Lent, start: int, packed: Packed) -> Steps:
+    def write(self, lent: Lent, start: int, packed: Packed) -> Steps:
         """One message to the shard."""
         data = np.zeros(packed.nbytes, np.uint8)
         packed.write(data)
         yield Call("shard.write", [[start, data]], None, lent.shard)
 
     def read(self, wanted: Wanted, columns: Sequence[str], layouts: dict[int, Layout]) -> Steps:
-        """One message to each shard for the rows' offsets, one for their values."""
-        raise NotImplementedError
-        yield
+        """One message to each shard that holds some of the rows."""
+        found: dict[str, Column] = {}
+        for names, places in wanted.sources:
+            chosen = [name for name in names if name in columns]
+            if chosen:
+                found.update((yield from self._read(wanted, places, chosen, layouts)))
+        return found
+
+    def _read(
+        self,
+        wanted: Wanted,
+        places: NDArray[np.int64],
+        names: list[str],
+        layouts: dict[int, Layout],
+    ) -> Steps:
+        shards: dict[int, list[int]] = {}  # to the positions of its rows
+        for position, place in enumerate(places.tolist()):
+            shards.setdefault(wanted.segments[entry_of(place)[0]][1], []).append(position)
+        parts: dict[str, list[Column]] = {name: [] for name in names}
+        for shard, positions in shards.items():
+            runs = []
+            for number, first, last, repeat in pieces_of(places[positions]):
+                _, _, slot, start, nbytes, rows, layout, generation = wanted.segments[number]
+                place = [slot, generation, start, nbytes, layouts[layout].dump(), rows]
+                runs.append([*place, first, last, repeat])
+            reply = yield Call("shard.take", [runs, names], None, shard)
+            if reply is None:
+                raise lost_rows()
+            for name, (kind, values, offsets) in zip(names, reply, strict=True):
+                parts[name].append(finish(kind, values, offsets))
+        order = np.argsort(np.concatenate([*map(np.asarray, shards.values())]))
+        return {
+            name: columns[0] if len(columns) == 1 else Column.concat(columns).take(order)
+            for name, columns in parts.items()
+        }
 
     def close(self) -> None:
         """Nothing to give back."""

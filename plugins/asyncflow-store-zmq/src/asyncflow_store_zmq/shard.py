@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncflow_core.errors import WireDecodeError
 from asyncflow_core.wire import Method, Server
 from asyncflow_store_zmq.arena import ARENA_BYTES, UNIT, Arena
+from asyncflow_store_zmq.layout import Layout, Piece, join
 from asyncflow_store_zmq.spec import StoreSpec
 
 __all__ = ["Shard", "message"]
@@ -37,7 +37,7 @@ class Shard:
         """Offer the methods."""
         methods = {
             "write": self.write,
-            "read": self.read,
+            "take": self.take,
             "sync": self.sync,
             "allocated": self.allocated,
         }
@@ -56,18 +56,21 @@ class Shard:
             self._arena.reserve(start, data.nbytes)
             self._arena.data[start : start + data.nbytes] = data
 
-    def read(self, m: list[Any]) -> list[NDArray[np.uint8]]:
-        """Copy ranges out: [slot, generation, [[start, nbytes], ...]], ...; [] where lent anew."""
-        found = []
-        for slot, generation, ranges in m:
-            parts = []
-            for start, nbytes in ranges:
-                _check(start, nbytes)
-                parts.append(self._arena.data[start : start + nbytes])
-            joined = np.concatenate(parts) if parts else np.empty(0, np.uint8)
-            same = int(self._arena.generations[slot]) == generation
-            found.append(joined if same else np.empty(0, np.uint8))
-        return found
+    def take(self, m: list[Any]) -> list[Any] | None:
+        """[runs, names]: columns cut out of segments; None where the memory was lent anew.
+
+        A run is [slot, generation, start, nbytes, layout, rows, first, last, repeat].
+        """
+        runs, names = m
+        pieces = []
+        for _, _, start, nbytes, layout, *rows in runs:
+            _check(start, nbytes)
+            data = self._arena.data[start : start + nbytes]
+            pieces.append(Piece(data, Layout.load(layout), *rows))
+        found = [list(join(pieces, name)) for name in names]
+        generations = self._arena.generations
+        same = all(int(generations[slot]) == generation for slot, generation, *_ in runs)
+        return found if same else None
 
     def sync(self, m: list[Any]) -> None:
         """Everything on the disk."""

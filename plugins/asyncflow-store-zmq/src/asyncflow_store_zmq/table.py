@@ -84,12 +84,14 @@ class Handout(NamedTuple):
         rows: int64 [rows, FACTS + sources]; see `FACTS`; then a place for each source.
         sources: for each of the last columns of `rows`, the columns of the store that lie there.
         segments: int64 [segments, 8]: number, shard, slot, start, nbytes, rows, layout, generation.
+        extra: columns among the sources that the task does not read: to check what it writes.
     """
 
     lease_id: int
     rows: NDArray[np.int64]
     sources: list[list[str]]
     segments: NDArray[np.int64]
+    extra: list[str]
 
 
 class Table:
@@ -217,14 +219,16 @@ class Table:
         if grant is None:
             return None
         spec = grant.task
-        names = list(spec.reads)
-        if "response_ids" not in (*names, *spec.writes) and _BY_RESPONSE & set(spec.writes):
-            names.append("response_ids")  # its lengths check what will be written
+        extra = []
+        if "response_ids" not in spec.reads + spec.writes and _BY_RESPONSE & set(spec.writes):
+            extra = ["response_ids"]  # its lengths check what will be written
         rows = [(group, sample) for group, mask in grant.picks for sample in samples_in(mask)]
-        return self._handout(grant.lease_id, rows, names)
+        return self._handout(grant.lease_id, rows, [*spec.reads, *extra], extra)
 
-    def find(self, now: float, ref: BatchRef, columns: Sequence[str]) -> Handout:
-        """Where leased rows lie, by reference.
+    def find(
+        self, now: float, ref: BatchRef, columns: Sequence[str], extra: Sequence[str]
+    ) -> Handout:
+        """Where leased rows lie, by reference; `extra` columns need not be the task's.
 
         Raises:
             LeaseLostError: the lease does not hold all of them.
@@ -245,7 +249,7 @@ class Table:
             )
         found = [locate(row) for row in ref.rows]
         rows = [(self.ledger.group(number), sample) for number, sample in found]
-        return self._handout(ref.lease_id, rows, list(columns))
+        return self._handout(ref.lease_id, rows, [*columns, *extra], list(extra))
 
     def inspect(self, now: float, ref: BatchRef) -> Claim:
         """What the lease still holds."""
@@ -255,7 +259,7 @@ class Table:
             self._follow(now)
 
     def _handout(
-        self, lease_id: int, rows: list[tuple[Group, int]], names: list[str]
+        self, lease_id: int, rows: list[tuple[Group, int]], names: list[str], extra: list[str]
     ) -> Handout:
         sources, where = self._sources(rows, names)
         values, columns = self._places.values, []
@@ -280,7 +284,7 @@ class Table:
             used.update(dict.fromkeys(entry_of(value)[0] for value in column))
         segments = [self._segment_fields(number) for number in used]
         table = np.array(segments, np.int64).reshape(len(segments), 8)
-        return Handout(lease_id, matrix, sources, table)
+        return Handout(lease_id, matrix, sources, table, extra)
 
     def _segment_fields(self, number: int) -> tuple[int, ...]:
         s = self._segments[number]

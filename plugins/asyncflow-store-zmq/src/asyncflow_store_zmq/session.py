@@ -1,0 +1,380 @@
+"""What a client of the store does, without saying how calls are made.
+
+Every method is a generator that yields `Call`s and is sent their results; its return value is the
+method's. `store.py` drives it on an event loop, `blocking.py` without one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey, Key
+from asyncflow_core.errors import LeaseLostError
+from asyncflow_core.schema import PER_TOKEN, validate
+from asyncflow_core.services.data_store import (
+    CommitResult,
+    Lease,
+    PutResult,
+    RowInfo,
+    StoreStats,
+    TaskSpec,
+)
+from asyncflow_store_zmq.layout import Layout, pack
+from asyncflow_store_zmq.memory import (
+    Call,
+    FrameMemory,
+    Lent,
+    Memory,
+    SharedMemory,
+    Space,
+    Steps,
+    Wanted,
+)
+from asyncflow_store_zmq.table import FACTS
+
+__all__ = ["Session"]
+
+_BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
+_REMEMBERED_LEASES = 1024
+_NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A lease this client got: where its rows lie, as long as they are surely its own."""
+
+    keys: dict[int, Key]
+    positions: dict[int, int]
+    wanted: Wanted
+    extra: frozenset[str]
+    deadline: float
+    held: set[int] = field(default_factory=set)
+
+
+class _Names(Sequence[Key]):
+    """Keys as errors name them, made only when one is named."""
+
+    def __init__(self, keys: Sequence[GroupKey]) -> None:
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, row: int) -> Key: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Key]: ...
+    def __getitem__(self, row: int | slice) -> Key | Sequence[Key]:
+        if isinstance(row, slice):
+            return [Key(*key, 0) for key in self._keys[row]]
+        return Key(*self._keys[row], 0)
+
+
+class Session:
+    """One client's state: its memory, the extent it fills, the leases it holds."""
+
+    def __init__(self, address: str) -> None:
+        """The address decides how bytes travel; see `memory.py`."""
+        self._local = address.startswith("ipc://")
+        self._memory: Memory | None = None
+        self._space = Space()
+        self._layouts: dict[int, Layout] = {}
+        self._leases: OrderedDict[int, _Held] = OrderedDict()
+        self.shard_addresses: list[str] = []
+        self.policies: frozenset[str] = frozenset()
+
+    @property
+    def local(self) -> bool:
+        """Whether it shares memory with the shards."""
+        return self._local
+
+    def hello(self) -> Steps:
+        """Learn where the memory is."""
+        paths, self.shard_addresses, policies = yield Call("store.hello", [])
+        self.policies = frozenset(policies)
+        self._memory = SharedMemory(paths) if self._local else FrameMemory()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._memory.close()
+        self._leases.clear()
+
+    def register(self, task: TaskSpec) -> Steps:
+        """-> handle."""
+        return (
+            yield Call(
+                "store.register",
+                [
+                    task.name, list(task.reads), list(task.writes), task.whole_groups,
+                    list(task.partitions), task.order.value,
+                ],
+            )
+        )  # fmt: skip
+
+    def put(
+        self,
+        groups: Batch,
+        keys: Sequence[GroupKey],
+        samples: int,
+        batch: int | None,
+        partition: str,
+        row_bytes: int,
+        wait_s: float | None,
+    ) -> Steps:
+        """-> PutResult; see `DataStore.put`."""
+        validate(groups, _Names(keys))
+        rows = np.array(keys, np.int64).reshape(len(keys), 3)
+        tokens, oldest = _facts(groups)
+        written, lent = yield from self._write(groups)
+        report = self._space.report()
+        reply = None
+        try:
+            stored, known, reply = yield Call(
+                "store.put",
+                [
+                    written, rows, tokens, oldest, samples, batch, partition, row_bytes, wait_s,
+                    report,
+                ],
+                wait_s,
+            )  # fmt: skip
+        finally:
+            lent.writing -= 1
+            self._space.add(report, reply)
+        return PutResult(stored, known)
+
+    def _write(self, batch: Batch) -> Steps:
+        """Copy a batch into the store's memory -> what to say of it, and the extent."""
+        assert self._memory is not None
+        packed = pack(batch)
+        found = self._space.take(packed.nbytes)
+        if found is None:
+            reply = yield Call("store.lend", [packed.nbytes, self._space.report()[0]])
+            found = self._space.take_from(reply, packed.nbytes)
+        lent, start = found
+        try:
+            yield from self._memory.write(lent, start, packed)
+        except BaseException:
+            lent.writing -= 1
+            raise
+        place = [lent.shard, lent.slot, start, packed.nbytes, batch.rows, packed.layout.dump()]
+        return place, lent
+
+    # Leases
+
+    def lease(
+        self,
+        task: str,
+        requester: str,
+        version: int | None,
+        limit_rows: int | None,
+        limit_tokens: int | None,
+        policy: str,
+        lease_s: float,
+        wait_s: float,
+    ) -> Steps:
+        """-> Lease or None; see `DataStore.lease`."""
+        asked = [task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s]
+        start = time.monotonic()
+        reply = yield Call("store.lease", asked, wait_s)
+        if reply is None:
+            return None
+        return (yield from self.receive(reply, asked, start))
+
+    def receive(self, reply: list[Any], asked: list[Any], start: float) -> Steps:
+        """A hand-out as a lease; asks for layouts never seen."""
+        lease_id, matrix, sources, table, extra = reply
+        wanted = yield from self._wanted(matrix, sources, table)
+        infos, keys, positions = [], {}, {}
+        for position, row in enumerate(matrix[:, :FACTS].tolist()):
+            number, source, epoch, sequence, sample, batch, tokens, oldest = row
+            key = Key(source, epoch, sequence, sample)
+            keys[number] = key
+            positions[number] = position
+            infos.append(
+                RowInfo(
+                    number,
+                    key,
+                    None if batch < 0 else batch,
+                    tokens,
+                    None if oldest < 0 else oldest,
+                )
+            )
+        # Counted from before the call was sent: never longer than the controller counts.
+        deadline = start + asked[6] if asked[7] <= 0 else time.monotonic() + asked[6] / 2
+        self._leases[lease_id] = _Held(
+            keys, positions, wanted, frozenset(extra), deadline, set(positions)
+        )
+        while len(self._leases) > _REMEMBERED_LEASES:
+            self._leases.popitem(last=False)
+        return Lease(lease_id, asked[0], asked[1], lease_id, asked[6], tuple(infos))
+
+    def _wanted(
+        self, matrix: NDArray[np.int64], sources: list[list[str]], table: NDArray[np.int64]
+    ) -> Steps:
+        segments = {fields[0]: fields for fields in table.tolist()}
+        for fields in segments.values():
+            if fields[6] not in self._layouts:
+                data = yield Call("store.layout", [fields[6]])
+                self._layouts[fields[6]] = Layout.load(data)
+        places = [
+            (names, np.ascontiguousarray(matrix[:, FACTS + number]))
+            for number, names in enumerate(sources)
+        ]
+        return Wanted(len(matrix), places, segments)
+
+    def read(self, ref: BatchRef, columns: Sequence[str]) -> Steps:
+        """-> Batch; see `DataStore.read`. Without a message while the lease surely lives."""
+        if not ref.rows:
+            return Batch({}, rows=0)
+        held = self._surely_held(ref, columns)
+        if held is None:
+            reply = yield Call("store.find", [*_ref(ref), list(columns), []])
+            wanted = yield from self._wanted(*reply[1:4])
+        else:
+            wanted = _subset(held, ref)
+        return (yield from self._copy(wanted, columns))
+
+    def _copy(self, wanted: Wanted, columns: Sequence[str]) -> Steps:
+        assert self._memory is not None
+        found = yield from self._memory.read(wanted, columns, self._layouts)
+        return Batch({name: found[name] for name in columns}, rows=wanted.rows)
+
+    def _surely_held(self, ref: BatchRef, columns: Sequence[str]) -> _Held | None:
+        held = self._leases.get(ref.lease_id)
+        if held is None or ref.fence != ref.lease_id or time.monotonic() >= held.deadline:
+            return None
+        known = {name for names, _ in held.wanted.sources for name in names} - held.extra
+        if not known.issuperset(columns) or not held.held.issuperset(ref.rows):
+            return None
+        return held
+
+    def renew(self, leases: Sequence[int], lease_s: float) -> Steps:
+        """-> lost leases."""
+        start = time.monotonic()
+        lost = yield Call("store.renew", [list(leases), lease_s])
+        for lease_id in set(leases) - set(lost):
+            held = self._leases.get(lease_id)
+            if held is not None:
+                held.deadline = max(held.deadline, start + lease_s)
+        for lease_id in lost:
+            self._leases.pop(lease_id, None)
+        return tuple(lost)
+
+    def commit(self, ref: BatchRef, writes: Batch | None, version: int | None) -> Steps:
+        """-> CommitResult; see `DataStore.commit`."""
+        message, lent = yield from self.prepare(ref, writes, version)
+        reply = None
+        try:
+            *counts, reply = yield Call("store.commit", message)
+        finally:
+            self.settle(message, lent, reply)
+        return CommitResult(*counts)
+
+    def prepare(self, ref: BatchRef, writes: Batch | None, version: int | None) -> Steps:
+        """Write a commit's columns -> the message that makes them count, and their extent."""
+        written = tokens = oldest = lent = None
+        if writes is not None and len(writes):
+            yield from self._check_writes(ref, writes)
+            tokens, oldest = _facts(writes)
+            written, lent = yield from self._write(writes)
+        report = self._space.report() if written else [[], 0]
+        return [*_ref(ref), written, tokens, oldest, version, report], lent
+
+    def settle(self, message: list[Any], lent: Lent | None, reply: Any) -> None:
+        """A commit was answered, or failed."""
+        if lent is not None:
+            lent.writing -= 1
+        self._space.add(message[-1], reply)
+        self._forget(message[0], message[2].tolist())
+
+    def _check_writes(self, ref: BatchRef, writes: Batch) -> Steps:
+        """By the schema; per-token columns by the rows' own responses."""
+        response: Column | None = None
+        held = self._leases.get(ref.lease_id)
+        if "response_ids" not in writes and not writes.keys().isdisjoint(_BY_RESPONSE):
+            response = yield from self._response(ref, held)
+        if writes.rows != len(ref.rows):
+            return  # the controller says so
+        keys = held.keys if held is not None else {}
+        validate(writes, [keys.get(row, Key(0, 0, row, 0)) for row in ref.rows], response=response)
+
+    def _response(self, ref: BatchRef, held: _Held | None) -> Steps:
+        """The responses of leased rows; None where they are not there (any more)."""
+        if held is not None and held.held.issuperset(ref.rows):
+            wanted = _subset(held, ref)
+            if not any("response_ids" in names for names, _ in wanted.sources):
+                return None
+        else:
+            try:
+                reply = yield Call("store.find", [*_ref(ref), [], ["response_ids"]])
+            except LeaseLostError:
+                return None  # the commit finds out what it is
+            wanted = yield from self._wanted(*reply[1:4])
+        try:
+            return (yield from self._copy(wanted, ["response_ids"]))["response_ids"]
+        except LeaseLostError:
+            return None
+
+    def release(self, ref: BatchRef) -> Steps:
+        """See `DataStore.release`."""
+        yield Call("store.release", _ref(ref))
+        self._forget(ref.lease_id, ref.rows)
+
+    def _forget(self, lease_id: int, rows: Sequence[int]) -> None:
+        held = self._leases.get(lease_id)
+        if held is not None:
+            held.held.difference_update(rows)
+
+    def drop(self, keys: Sequence[Key], reason: str) -> Steps:
+        """-> rows dropped."""
+        return (
+            yield Call("store.drop", [np.array(keys, np.int64).reshape(len(keys), 4), reason])
+        )
+
+    def stats(self, drops_after: int, wait_s: float) -> Steps:
+        """-> StoreStats."""
+        return (yield Call("store.stats", [drops_after, wait_s], wait_s))
+
+
+STATS = StoreStats
+"""The one call whose result is a record."""
+
+
+def _ref(ref: BatchRef) -> list[Any]:
+    return [ref.lease_id, ref.fence, np.array(ref.rows, np.int64)]
+
+
+def _subset(held: _Held, ref: BatchRef) -> Wanted:
+    """Where the rows of a reference lie, in its order."""
+    positions = [held.positions[row] for row in ref.rows]
+    whole = held.wanted
+    if positions == list(range(whole.rows)):
+        return whole
+    sources = [(names, places[positions]) for names, places in whole.sources]
+    return Wanted(len(positions), sources, whole.segments)
+
+
+def _facts(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Tokens that each row brings, and the oldest version of its response (-1: none)."""
+    tokens = np.zeros(batch.rows, np.int32)
+    for name in ("prompt_ids", "response_ids"):
+        column = batch.get(name)
+        if column is not None:
+            tokens += (
+                column.lengths if column.offsets is not None else column.array.shape[1]
+            ).astype(np.int32) if column.offsets is not None else np.int32(column.array.shape[1])
+    oldest = np.full(batch.rows, -1, np.int32)
+    versions = batch.get("versions")
+    if versions is not None and len(versions.array):
+        some = versions.lengths > 0
+        starts = versions.offsets[:-1][some]  # type: ignore[index]
+        oldest[some] = np.minimum.reduceat(versions.array[:, 0], starts)
+    return tokens, oldest
