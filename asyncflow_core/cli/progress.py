@@ -81,7 +81,8 @@ class Progress:
             print(
                 f"{summary.reward_errors} rewards failed and count 0; see reward_error in samples"
             )
-        print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/, model/)")
+        model = ", model/" if (folder / "model").exists() else ""
+        print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})")
         if summary.eval_before is not None and summary.eval_after is not None:
             print(
                 f"held-out score: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"

@@ -10,7 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,15 +22,14 @@ from asyncflow_core.flow.launch import Launcher, RunningProcess
 from asyncflow_core.flow.plan import Plan
 from asyncflow_core.flow.record import Recorder, RunFolder
 from asyncflow_core.flow.results import StepResult, Summary
-from asyncflow_core.flow.specs import in_processes, process_specs
-from asyncflow_core.flow.stages import make_stage
+from asyncflow_core.flow.specs import process_specs
 from asyncflow_core.flow.supply import Supply
 from asyncflow_core.flow.switching import Switching
 from asyncflow_core.flow.totals import Totals
 from asyncflow_core.flow.waits import Waits
-from asyncflow_core.flow.work import observer_work, stage_work
-from asyncflow_core.flow.worker import Worker, first_failure
-from asyncflow_core.parts import PartContext, StageContract, Tokenizer
+from asyncflow_core.flow.worker import first_failure
+from asyncflow_core.flow.workers_here import workers_here
+from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.wire import Server, serve_service
 
@@ -41,8 +39,6 @@ _log = logging.getLogger(__name__)
 
 _DEATH_GRACE_S = 1.0
 """A broken connection may be seen before the end of its process, which is awaited so long."""
-
-_RECORD_ROWS = 512
 
 
 class _FinishedError(Exception):
@@ -183,10 +179,7 @@ class Controller:
         tokenizer: Tokenizer = await asyncio.to_thread(self._build, "tokenizer")
         prompts = await asyncio.to_thread(self._build, "prompts", tokenizer)
         recorder = Recorder(self._folder, tokenizer)
-        workers = [
-            *self._stage_workers(stack, store, tokenizer),
-            self._record_worker(store, recorder),
-        ]
+        workers = workers_here(self._plan, store, tokenizer, recorder, stack)
         for worker in workers:
             await worker.register()
         controls = self._controls.values()
@@ -247,65 +240,15 @@ class Controller:
         score = sum(value >= evaluation.success for value in found.values) / rows
         self._totals.scores.append(score)
 
-    def _stage_workers(
-        self, stack: AsyncExitStack, store: DataStore, tokenizer: Tokenizer
-    ) -> list[Worker]:
-        """Workers on threads of this process, for stages by plugin and by a Python function."""
-        workers = []
-        for name, stage in self._config.stages.items():
-            for number in range(0 if in_processes(stage) else stage.workers):
-                worker_name = f"{name}-{number}"
-                executor = ThreadPoolExecutor(1, thread_name_prefix=worker_name)
-                stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-                workers.append(self._stage_worker(store, tokenizer, name, worker_name, executor))
-        return workers
-
-    def _stage_worker(
-        self,
-        store: DataStore,
-        tokenizer: Tokenizer,
-        name: str,
-        worker_name: str,
-        executor: ThreadPoolExecutor,
-    ) -> Worker:
-        stage, task = self._config.stages[name], self._plan.tasks[name]
-        chosen = self._plan.chosen.get(f"stages.{name}")
-        made = make_stage(
-            stage,
-            chosen.plugin if chosen else None,
-            chosen.options if chosen else None,
-            self._context(worker_name, tokenizer),
-        )
-        contract = StageContract(task.reads, task.writes, task.whole_groups, task.partitions)
-        return Worker(
-            store,
-            task,
-            stage_work(made, contract, worker_name, executor),
-            requester=worker_name,
-            rows_in_flight=2 * stage.rows,
-            rows_per_lease=stage.rows,
-        )
-
-    def _record_worker(self, store: DataStore, recorder: Recorder) -> Worker:
-        return Worker(
-            store,
-            self._plan.tasks["record"],
-            observer_work(recorder.observe),
-            requester="recorder",
-            rows_in_flight=_RECORD_ROWS,
-        )
-
     def _build(self, section: str, tokenizer: Tokenizer | None = None) -> Any:
         chosen = self._plan.chosen[section]
-        return chosen.plugin.factory(chosen.options, self._context(section, tokenizer))
-
-    def _context(self, name: str, tokenizer: Tokenizer | None) -> PartContext:
-        return PartContext(
-            name=name,
+        context = PartContext(
+            name=section,
             seed=self._config.seed,
             tokenizer=tokenizer,
             registry=self._plan.registry,
         )
+        return chosen.plugin.factory(chosen.options, context)
 
     async def _raise_why(self, failures: BaseExceptionGroup[BaseException]) -> None:
         """Raise what ended the run; return if it came to its end."""

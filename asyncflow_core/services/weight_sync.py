@@ -3,18 +3,19 @@
 It has two sides that meet through serializable records: the trainer's process calls `publish`,
 every replica's process calls `attach` and `fetch`. The protocol around it (stage, verify, confirm,
 commit) is `asyncflow_core.flow.weights`. `docs/spec/weight_sync.md` numbers what every
-implementation must hold (WS-n).
+implementation must hold (WS-n). Longer than most modules: these records are one vocabulary, which
+trainers, transports and rollouts import from one place.
 """
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from asyncflow_core.errors import DataError
@@ -28,6 +29,7 @@ __all__ = [
     "PublishedWeights",
     "TensorSpec",
     "WeightManifest",
+    "WeightPart",
     "WeightSource",
     "WeightSync",
     "WeightSyncCapabilities",
@@ -88,27 +90,58 @@ class Bucket:
         return self.data[spec.offset : spec.offset + spec.nbytes]
 
 
+_CHUNK_BYTES = 1 << 18
+"""What is copied and then counted while a core's cache still holds it."""
+
+
 class Checksum:
-    """CRC-32 of each tensor's bytes, combined independently of buckets and their order.
+    """XXH3-64 of each tensor's bytes, with its name, dtype and shape, summed over all tensors.
 
     The trainer computes it over what it exports, a replica over what really lies in its memory.
+    A sum, so that it depends on neither buckets nor order, and that of the parts of a version
+    which several ranks export is that of the whole. It finds damage, not an attacker.
     """
 
     def __init__(self) -> None:
         """Start with no tensor."""
-        self._parts: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        self._parts: dict[str, int] = {}
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Any) -> None:
-        """Count one tensor; `data` is any contiguous buffer. A name counts once."""
-        self._parts[name] = (dtype, tuple(shape), zlib.crc32(memoryview(data).cast("B")))
+    def add(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        data: Any,
+        *,
+        into: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Count one tensor; `data` is any contiguous buffer. A name counts once.
+
+        Args:
+            name, dtype, shape: as in its spec.
+            data: the tensor's bytes.
+            into: memory of that size that takes a copy; what then lies there is counted.
+        """
+        digest = xxhash.xxh3_64()
+        source = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
+        if into is None:
+            digest.update(source)
+        else:
+            for start in range(0, len(source), _CHUNK_BYTES):
+                chunk = into[start : start + _CHUNK_BYTES]
+                np.copyto(chunk, source[start : start + _CHUNK_BYTES])
+                digest.update(chunk)
+        line = f"{name}\0{dtype}\0{shape}\0".encode() + digest.digest()
+        self._parts[name] = xxhash.xxh3_64_intdigest(line)
 
     def hexdigest(self) -> str:
         """16 hex digits."""
-        total = 0
-        for name, (dtype, shape, crc) in sorted(self._parts.items()):
-            line = f"{name}\0{dtype}\0{shape}\0{crc:08x}\n".encode()
-            total = zlib.crc32(line, total & 0xFFFFFFFF) | (zlib.adler32(line, total >> 32) << 32)
-        return f"{total:016x}"
+        return f"{sum(self._parts.values()) % (1 << 64):016x}"
+
+    @staticmethod
+    def combined(parts: Iterable[str]) -> str:
+        """The checksum of a whole, from those of its disjoint parts."""
+        return f"{sum(int(part, 16) for part in parts) % (1 << 64):016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +172,34 @@ class ManifestBuilder:
         self._tensors: dict[str, TensorSpec] = {}
         self._checksum = Checksum()
 
-    def add(self, bucket: Bucket) -> None:
-        """Count a bucket; `DataError` for a tensor outside its buffer or seen before."""
+    def add(self, bucket: Bucket, *, into: NDArray[np.uint8] | None = None) -> None:
+        """Count a bucket; `DataError` for a tensor outside its buffer or seen before.
+
+        Args:
+            bucket: what passes by.
+            into: memory of its size, or more, that takes a copy of its tensors.
+        """
         check_bucket(bucket)
         for spec in bucket.specs:
             if spec.name in self._tensors:
                 raise DataError(f"version {self._version} has the tensor {spec.name!r} twice")
             self._tensors[spec.name] = replace(spec, offset=0)
-            self._checksum.add(spec.name, spec.dtype, spec.shape, bucket.tensor_bytes(spec))
+            self._checksum.add(
+                spec.name,
+                spec.dtype,
+                spec.shape,
+                bucket.tensor_bytes(spec),
+                into=None if into is None else into[spec.offset : spec.offset + spec.nbytes],
+            )
+
+    @staticmethod
+    def check_once(version: int, tensors: Iterable[TensorSpec]) -> None:
+        """`DataError` naming the first tensor that is there twice."""
+        seen: set[str] = set()
+        for spec in tensors:
+            if spec.name in seen:
+                raise DataError(f"version {version} has the tensor {spec.name!r} twice")
+            seen.add(spec.name)
 
     def build(self) -> WeightManifest:
         """The manifest of all buckets added."""
@@ -189,20 +242,63 @@ def check_tensors(found: Iterable[TensorSpec], expected: Iterable[TensorSpec]) -
 
 
 @dataclass(frozen=True, slots=True)
+class WeightPart:
+    """What one of several trainer ranks yields of a version.
+
+    Attributes:
+        rank: of the trainer.
+        manifest: its tensors.
+        locator: where they are, in the transport's own words.
+    """
+
+    rank: int
+    manifest: WeightManifest
+    locator: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedWeights:
     """A version others can fetch.
 
     Attributes:
         manifest: what it consists of.
         transport: plugin name that published it.
-        locator: where it is, in the transport's own words (msgpack-able).
+        locator: where it is, in the transport's own words (msgpack-able); empty with `parts`.
         wall_s: seconds publishing took.
+        parts: which rank yields what, where several do; `split` makes each fetchable.
     """
 
     manifest: WeightManifest
     transport: str
     locator: dict[str, Any] = field(default_factory=dict)
     wall_s: float = 0.0
+    parts: tuple[WeightPart, ...] = ()
+
+    @classmethod
+    def merged(cls, by_rank: Mapping[int, PublishedWeights]) -> PublishedWeights:
+        """One version from what its ranks published; `DataError` if a tensor comes twice."""
+        pieces = list(by_rank.values())
+        first = pieces[0]
+        if len(pieces) == 1:
+            return first
+        tensors = tuple(spec for piece in pieces for spec in piece.manifest.tensors)
+        ManifestBuilder.check_once(first.manifest.version, tensors)
+        manifest = WeightManifest(
+            first.manifest.version,
+            first.manifest.life,
+            tensors,
+            Checksum.combined(piece.manifest.checksum for piece in pieces),
+            sum(piece.manifest.nbytes for piece in pieces),
+        )
+        parts = tuple(WeightPart(r, piece.manifest, piece.locator) for r, piece in by_rank.items())
+        wall_s = max(piece.wall_s for piece in pieces)
+        return cls(manifest, first.transport, {}, wall_s, parts)
+
+    def split(self) -> tuple[PublishedWeights, ...]:
+        """What a transport can fetch: this, or each rank's part."""
+        if not self.parts:
+            return (self,)
+        return tuple(PublishedWeights(p.manifest, self.transport, p.locator) for p in self.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,14 +325,43 @@ class WeightSource:
             raise DataError(f"a weight source is one of buckets, path, collective; got {kinds}")
         return kinds[0]
 
+    @classmethod
+    def joined(cls, manifest: WeightManifest, sources: Sequence[WeightSource]) -> WeightSource:
+        """The buckets of several sources, one after another, as one source.
+
+        Raises:
+            DataError: there are several, and one of them is not of buckets.
+        """
+        if len(sources) == 1:
+            return sources[0]
+        kinds = {source.kind for source in sources}
+        if kinds != {"buckets"}:
+            raise DataError(f"parts of a version can only be joined as buckets, got {kinds}")
+
+        async def chained() -> AsyncIterator[Bucket]:
+            for source in sources:
+                assert source.buckets is not None
+                async for bucket in source.buckets:
+                    yield bucket
+
+        return cls(manifest, chained())
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncStats:
-    """Versions held and bytes moved by this side."""
+    """Versions held and bytes moved by this side.
+
+    Attributes:
+        versions: held.
+        bytes_published, bytes_fetched: of the models.
+        bytes_sent, bytes_received: that crossed a network; fewer than a model's with deltas.
+    """
 
     versions: tuple[int, ...] = ()
     bytes_published: int = 0
     bytes_fetched: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +406,7 @@ class WeightSync(Service):
         """What to hand to `Rollout.stage_weights`."""
 
     @abstractmethod
-    async def retire(self, version: int) -> None:
+    async def retire(self, version: int, life: int = 0) -> None:
         """No replica will fetch this version again; its memory may be used for another."""
 
     @abstractmethod

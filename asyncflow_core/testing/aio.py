@@ -28,6 +28,7 @@ async def eventually(
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
+    pause_s = 0.0  # at first every turn of the loop is looked at, later a hundred a second
     while True:
         value = condition()
         if inspect.isawaitable(value):
@@ -36,7 +37,8 @@ async def eventually(
             return value
         if loop.time() >= deadline:
             raise AssertionError(f"still {value!r} after {timeout_s} s")
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(pause_s)
+        pause_s = min(0.01, pause_s + 1e-4)
 
 
 async def collect(items: AsyncIterator[T]) -> list[T]:

@@ -1,6 +1,7 @@
 """The weight protocol under faults at every transition, with a clock of its own."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -10,9 +11,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asyncflow_core.flow.weights import Commit, Fail, Retire, Stage, WeightProtocol
+from asyncflow_core.errors import InvariantError
+from asyncflow_core.flow.weights import Commit, Compare, Fail, Retire, Stage, WeightProtocol
 
-STAGE_S, COMMIT_S, ATTEMPTS = 10.0, 5.0, 2
+STAGE_S, COMMIT_S, ATTEMPTS, COMPARE_EVERY = 10.0, 5.0, 2, 3
 NAMES = ("r0", "r1", "r2")
 names = st.sampled_from(NAMES)
 
@@ -23,8 +25,9 @@ class Replicas(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.protocol = WeightProtocol(STAGE_S, COMMIT_S, ATTEMPTS)
-        self.newest = None
+        self.protocol = WeightProtocol(STAGE_S, COMMIT_S, ATTEMPTS, COMPARE_EVERY)
+        self.newest = None  # number of the newest weights
+        self.names = []  # (life, version) of each number
         self.retired = []
         self.asked = {}  # replica to the one instruction it works on
         self.deadline = {}
@@ -38,7 +41,8 @@ class Replicas(RuleBasedStateMachine):
         """Check each instruction and let it happen."""
         for found in instructions:
             match found:
-                case Stage(replica, version):
+                case Stage(replica, _, _, life):
+                    version = self.number(found.version, life)
                     assert replica in self.serves
                     assert replica not in self.asked
                     assert replica not in self.failed
@@ -49,11 +53,19 @@ class Replicas(RuleBasedStateMachine):
                     self.tries[replica, version] = self.tries.get((replica, version), 0) + 1
                     assert self.tries[replica, version] <= ATTEMPTS
                     self.ask(replica, found, STAGE_S)
-                case Commit(replica, version):
+                case Commit(replica, _, _, life):
                     assert replica not in self.asked
-                    assert version in self.confirmed[replica]
+                    assert self.number(found.version, life) in self.confirmed[replica]
                     self.ask(replica, found, COMMIT_S)
-                case Retire(version):
+                case Compare(replica, _, _, life):
+                    version = self.number(found.version, life)
+                    assert replica not in self.asked
+                    assert self.serves[replica][-1] == version
+                    assert found.version % COMPARE_EVERY == 0
+                    assert version not in self.retired
+                    self.ask(replica, found, STAGE_S)
+                case Retire():
+                    version = self.number(found.version, found.life)
                     assert version != self.newest
                     assert version not in self.retired
                     assert version not in self.fetched()
@@ -61,7 +73,16 @@ class Replicas(RuleBasedStateMachine):
                 case Fail(replica, version, reason):
                     assert reason
                     assert replica not in self.asked
-                    assert self.tries[replica, version] == ATTEMPTS or "deadline" in reason
+                    final = "deadline" in reason or "bit" in reason
+                    tried = max(
+                        (
+                            n
+                            for (who, number), n in self.tries.items()
+                            if who == replica and self.names[number][1] == version
+                        ),
+                        default=0,
+                    )
+                    assert final or tried == ATTEMPTS
                     self.failed[replica] = version
 
     def ask(self, replica, instruction, limit_s):
@@ -69,8 +90,15 @@ class Replicas(RuleBasedStateMachine):
         self.deadline[replica] = self.now + limit_s
 
     def fetched(self):
-        """Versions a replica is staging; one that commits holds its bytes already."""
-        return {a.version for a in self.asked.values() if isinstance(a, Stage)}
+        """Weights whose bytes a replica needs; one that commits holds them already."""
+        return {
+            self.number(a.version, a.life)
+            for a in self.asked.values()
+            if not isinstance(a, Commit) or a.version % COMPARE_EVERY == 0
+        }
+
+    def number(self, version, life):
+        return self.names.index((life, version))
 
     def answered(self, replica):
         return self.asked.pop(replica)
@@ -83,10 +111,34 @@ class Replicas(RuleBasedStateMachine):
         for name in NAMES[:count]:
             self.join(name)
 
+    @rule(back=st.sampled_from([None, None, None, 1, 2]))
+    def publish(self, back):
+        """The next version, or that of a new life, which goes on from an earlier one."""
+        life, version = self.names[-1] if self.names else (0, -1)
+        version = version + 1
+        if back is not None and self.names:
+            life, version = life + 1, max(0, version - back)
+        self.names.append((life, version))
+        self.newest = len(self.names) - 1
+        self.take(self.protocol.published(version, f"sum {self.newest}", self.now, life=life))
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def publish_again(self, data):
+        """Told twice, or late: nobody is asked for anything."""
+        number = data.draw(st.integers(0, self.newest))
+        life, version = self.names[number]
+        found = self.protocol.published(version, f"sum {number}", self.now, life=life)
+        assert found == ([Retire(version, life)] if number in self.retired else [])
+
+    @precondition(lambda self: self.names)
     @rule()
-    def publish(self):
-        self.newest = 0 if self.newest is None else self.newest + 1
-        self.take(self.protocol.published(self.newest, f"sum {self.newest}", self.now))
+    def publish_other_weights_as_the_same_version(self):
+        life, version = self.names[-1]
+        before = repr(self.protocol)
+        with pytest.raises(InvariantError, match="published twice"):
+            self.protocol.published(version, "sum of another", self.now, life=life)
+        assert repr(self.protocol) == before
 
     @rule(name=names)
     def join(self, name):
@@ -112,20 +164,23 @@ class Replicas(RuleBasedStateMachine):
     def answer(self, data, how):
         replica = data.draw(st.sampled_from(self.free()))
         asked = self.answered(replica)
-        if how == "error":
+        number = self.number(asked.version, asked.life)
+        if how == "error" and not isinstance(asked, Compare):
             self.take(self.protocol.failed(replica, asked.call, "engine says no", self.now))
+        elif isinstance(asked, Compare):
+            difference = "" if how == "right" else "a bit differs"
+            self.take(self.protocol.compared(replica, asked.call, difference, self.now))
         elif isinstance(asked, Commit):
-            self.serves[replica].append(asked.version)
+            self.serves[replica].append(number)
             self.take(self.protocol.committed(replica, asked.call, self.now))
         elif how == "wrong":
             self.take(self.protocol.staged(replica, asked.call, "sum of noise", self.now))
         else:
-            self.confirmed[replica].add(asked.version)
-            checksum = f"sum {asked.version}"
-            self.take(self.protocol.staged(replica, asked.call, checksum, self.now))
+            self.confirmed[replica].add(number)
+            self.take(self.protocol.staged(replica, asked.call, f"sum {number}", self.now))
 
     @precondition(lambda self: self.late)
-    @rule(data=st.data(), how=st.sampled_from(["staged", "failed", "committed"]))
+    @rule(data=st.data(), how=st.sampled_from(["staged", "failed", "committed", "compared"]))
     def answer_late(self, data, how):
         """A report of a call that is over, whatever it says, changes nothing."""
         asked = data.draw(st.sampled_from(self.late))
@@ -136,6 +191,7 @@ class Replicas(RuleBasedStateMachine):
             ),
             "failed": lambda: self.protocol.failed(asked.replica, asked.call, "late", self.now),
             "committed": lambda: self.protocol.committed(asked.replica, asked.call, self.now),
+            "compared": lambda: self.protocol.compared(asked.replica, asked.call, "bit", self.now),
         }[how]
         assert report() == []
         assert repr(self.protocol) == before
@@ -154,7 +210,8 @@ class Replicas(RuleBasedStateMachine):
         for name, versions in self.serves.items():
             assert versions == sorted(set(versions))
             assert set(versions) <= self.confirmed[name]
-            assert self.protocol.serving(name) == (versions[-1] if versions else None)
+            serving = self.names[versions[-1]][1] if versions else None
+            assert self.protocol.serving(name) == serving
 
     @invariant()
     def nobody_waits_for_another(self):
@@ -168,7 +225,7 @@ class Replicas(RuleBasedStateMachine):
     def old_versions_that_nobody_fetches_are_retired(self):
         wanted = self.fetched() | {self.newest}
         everything = set(range(0 if self.newest is None else self.newest + 1))
-        assert set(self.retired) == everything - wanted
+        assert set(self.retired) == everything - wanted, "old weights nobody needs"
         assert len(self.retired) == len(set(self.retired))
 
     @invariant()
@@ -180,7 +237,7 @@ class Replicas(RuleBasedStateMachine):
         lines = self.protocol.waiting(self.now)
         assert len(lines) == len(self.asked)
         for name, asked in self.asked.items():
-            phase = "committing" if isinstance(asked, Commit) else "staging"
+            phase = {Stage: "staging", Commit: "committing", Compare: "comparing"}[type(asked)]
             left = self.deadline[name] - self.now
             assert f"{name} is {phase} version {asked.version}, {left:.0f} s left" in lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,28 +161,34 @@ class Optimizer:
         self._reduction.clear()
         self._known = False
 
-    def pieces(self) -> Iterator[tuple[Unit, Entry, int, int, dict[str, Any]]]:
-        """Every parameter's stretch here: its unit, start and stop in it, and optimizer state.
+    def layout(self) -> Iterator[tuple[Unit, nn.Parameter, list[tuple[Entry, int, int, int]]]]:
+        """Every stretch given to the optimizer, and what of which parameters lies where in it.
 
-        A state tensor of the stretch's length holds a value an element; others are the same for
-        all.
+        An entry comes with begin and end within the parameter, and its place in the stretch.
         """
         for unit, pieces in self._pieces.items():
             low = unit.shard[0]
-            state = self._inner[unit].state
             for piece, part in pieces:
                 start, stop = part.start + low, part.stop + low
+                entries = []
                 for entry in unit.entries:
                     begin, end = max(entry.start, start), min(entry.stop, stop)
                     if begin < end:
-                        own = slice(begin - start, end - start)
-                        yield unit, entry, begin, end, _cut(state.get(piece, {}), piece, own)
+                        at = begin - start
+                        entries.append((entry, begin - entry.start, end - entry.start, at))
+                yield unit, piece, entries
 
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Set the state of every stretch, in the order of `layout`."""
+        remaining = iter(states)
+        for unit, pieces in self._pieces.items():
+            inner = self._inner[unit]
+            inner.state.clear()
+            for piece, _ in pieces:
+                state = next(remaining)
+                if state:
+                    inner.state[piece] = dict(state)
 
-def _cut(state: Mapping[str, Any], piece: torch.Tensor, own: slice) -> dict[str, Any]:
-    return {
-        name: value.view(-1)[own]
-        if isinstance(value, torch.Tensor) and value.numel() == piece.numel() and value.ndim
-        else value
-        for name, value in state.items()
-    }
+    def state_of(self, unit: Unit, piece: nn.Parameter) -> Mapping[str, Any]:
+        """The torch optimizer's state of a stretch."""
+        return self._inner[unit].state.get(piece, {})

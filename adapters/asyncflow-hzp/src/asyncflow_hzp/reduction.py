@@ -145,7 +145,9 @@ class Reduction:
                 f"unit {unit.name!r} got gradients after its reduction; run all backwards of a "
                 f"step but the last under no_sync"
             )
-        if self._sums_whole(unit) and (progress.summed or not self.last):
+        if unit.layout.sizes.z1 == 1 and self._dtype == unit.master_dtype:
+            progress.sums = unit.grad  # sum where the optimizer will look for it
+        if self._sums_whole(unit) and (progress.summed or not self.last or progress.sums is not None):
             if progress.sums is None:
                 progress.sums = torch.zeros(unit.elements, dtype=self._dtype, device=unit.device)
             progress.buffer, progress.filled = progress.sums, progress.summed

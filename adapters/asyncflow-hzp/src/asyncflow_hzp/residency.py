@@ -88,6 +88,15 @@ class Residency:
         assert unit.slot is not None
         return unit.slot.buffer
 
+    def look(self, unit: Unit) -> torch.Tensor:
+        """Gather a unit outside of any pass."""
+        if unit.slot is None:
+            unit.stale = False
+            self._fetch(unit, self._distances(), must=True)
+        unit.bind()
+        assert unit.slot is not None
+        return unit.slot.buffer
+
     def end_backward(self, *, again: bool) -> None:
         """The backward is through; `again` with the same parameters."""
         self._node = None

@@ -178,6 +178,26 @@ class Sharded:
     def _end_backward(self) -> None:
         self.residency.end_backward(again=not self.reduction.last)
 
+    def gathered(self, unit: Unit) -> torch.Tensor:
+        """A unit's parameters [n], valid until another is asked for. All ranks call it."""
+        if unit.whole:
+            if unit.publishing is not None:
+                unit.publishing.wait()
+            return unit.held
+        return self.residency.look(unit)
+
+    def collect(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+        """A new tensor [n] of what ranks hold in shards [n/z1]. All ranks call it."""
+        flat = torch.empty(unit.elements, dtype=shard.dtype, device=self.device)
+        flat[slice(*unit.shard)].copy_(shard)
+        pieces = unit.layout.pieces(unit.layout.sizes.z1, 1, unit.elements)
+        exchange = self._gathers.exchange(unit.family)
+        job = self._gather_lane.submit(
+            f"unit {unit.name!r}", lambda: exchange.gather(flat, pieces)
+        )
+        job.wait()
+        return flat
+
     def traffic(self) -> Counter[str]:
         """Bytes this rank sent since the start, by lane and class of link ("gather inter")."""
         total: Counter[str] = Counter()

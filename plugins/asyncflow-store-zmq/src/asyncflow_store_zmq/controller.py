@@ -201,8 +201,9 @@ class Controller:
 
     def _try_lease(self, m: list[Any]) -> list[Any] | None:
         task, requester, version, limit_rows, limit_tokens, policy, lease_s, _ = m
+        now = self._clock()
         handout = self._table.lease(
-            self._clock(),
+            now,
             task,
             requester,
             version=version,
@@ -211,7 +212,7 @@ class Controller:
             policy=policy,
             lease_s=lease_s,
         )
-        return None if handout is None else list(handout)
+        return None if handout is None else [*handout, now + lease_s]
 
     async def _wait_lease(self, m: list[Any]) -> list[Any] | None:
         deadline = asyncio.get_running_loop().time() + m[7]

@@ -23,7 +23,6 @@ from asyncflow_core.services.data_store import (
     Lease,
     PutResult,
     RowInfo,
-    StoreStats,
     TaskSpec,
 )
 from asyncflow_store_zmq.layout import Layout, pack
@@ -189,8 +188,8 @@ class Session:
         return (yield from self.receive(reply, asked, start))
 
     def receive(self, reply: list[Any], asked: list[Any], start: float) -> Steps:
-        """A hand-out as a lease; asks for layouts never seen."""
-        lease_id, matrix, sources, table, extra = reply
+        """A hand-out, asked for at `start`, as a lease; asks for layouts never seen."""
+        lease_id, matrix, sources, table, extra, expires = reply
         wanted = yield from self._wanted(matrix, sources, table)
         infos, keys, positions = [], {}, {}
         for position, row in enumerate(matrix[:, :FACTS].tolist()):
@@ -207,8 +206,8 @@ class Session:
                     None if oldest < 0 else oldest,
                 )
             )
-        # Counted from before the call was sent: never longer than the controller counts.
-        deadline = start + asked[6] if asked[7] <= 0 else time.monotonic() + asked[6] / 2
+        # One machine, one clock; from elsewhere, counted from before the call was sent.
+        deadline = expires if self._local else start + asked[6]
         self._leases[lease_id] = _Held(
             keys, positions, wanted, frozenset(extra), deadline, set(positions)
         )
@@ -344,10 +343,6 @@ class Session:
         return (yield Call("store.stats", [drops_after, wait_s], wait_s))
 
 
-STATS = StoreStats
-"""The one call whose result is a record."""
-
-
 def _ref(ref: BatchRef) -> list[Any]:
     return [ref.lease_id, ref.fence, np.array(ref.rows, np.int64)]
 
@@ -368,13 +363,10 @@ def _facts(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     for name in ("prompt_ids", "response_ids"):
         column = batch.get(name)
         if column is not None:
-            tokens += (
-                column.lengths if column.offsets is not None else column.array.shape[1]
-            ).astype(np.int32) if column.offsets is not None else np.int32(column.array.shape[1])
+            tokens += column.lengths.astype(np.int32)
     oldest = np.full(batch.rows, -1, np.int32)
     versions = batch.get("versions")
-    if versions is not None and len(versions.array):
+    if versions is not None and versions.offsets is not None and len(versions.array):
         some = versions.lengths > 0
-        starts = versions.offsets[:-1][some]  # type: ignore[index]
-        oldest[some] = np.minimum.reduceat(versions.array[:, 0], starts)
+        oldest[some] = np.minimum.reduceat(versions.array[:, 0], versions.offsets[:-1][some])
     return tokens, oldest

@@ -1,0 +1,221 @@
+"""Parameters and optimizer state by name: whole ones in memory, this rank's stretches on disk.
+
+On disk every tensor is flat: a rank writes the stretch of each parameter that its optimizer shard
+covers, under the parameter's name, through torch.distributed.checkpoint's safetensors storage.
+What is read back is cut anew, so another number of ranks or another tuple can go on from it.
+
+Ranks write and read without talking: the storage layer's own planning would send pickled objects
+between them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from asyncflow_core.errors import DataError
+from asyncflow_hzp.optimizer import Optimizer
+from asyncflow_hzp.sharded import Sharded
+
+__all__ = ["load_state", "named_whole", "read_stretches", "save_state", "write_stretches"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Stretch:
+    """A part of a flat tensor, as torch.distributed.checkpoint asks for it."""
+
+    def __init__(self, values: torch.Tensor, start: int, total: int) -> None:
+        self._values = values
+        self._total = torch.Size([total])
+        self._chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([values.numel()]))
+
+    def size(self) -> torch.Size:
+        """Of the whole flat tensor."""
+        return self._total
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        data = TensorWriteData(
+            chunk=self._chunk,
+            properties=TensorProperties.create_from_tensor(self._values),
+            size=self._total,
+        )
+        index = MetadataIndex(name, self._chunk.offsets)
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._values
+
+
+class _Writer(checkpoint.HuggingFaceStorageWriter):
+    """Writes one rank's file."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        super().__init__(str(path), save_distributed=True)
+        self._rank = rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the file by the rank instead of by the plan, of which there is one here."""
+        return [replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
+
+
+def write_stretches(
+    directory: Path, stretches: Mapping[str, tuple[torch.Tensor, int, int]], rank: int
+) -> None:
+    """Write stretches [values, start, total] by name, beside what other ranks write."""
+    directory.mkdir(exist_ok=True)
+    if stretches:
+        state = {name: _Stretch(*stretch) for name, stretch in stretches.items()}
+        checkpoint.save(state, storage_writer=_Writer(directory, rank), no_dist=True)
+
+
+def read_stretches(
+    directory: Path, stretches: Mapping[str, tuple[torch.Tensor, int, int]]
+) -> None:
+    """Fill stretches with what any ranks wrote.
+
+    Raises:
+        DataError: a tensor is missing, has another length, or a file is damaged.
+    """
+    state = {name: _Stretch(*stretch) for name, stretch in stretches.items()}
+    try:
+        reader = checkpoint.HuggingFaceStorageReader(str(directory))
+        found = reader.read_metadata().state_dict_metadata
+        for name, stretch in state.items():
+            size = getattr(found.get(name), "size", None)
+            if size != stretch.size():
+                raise DataError(
+                    f"checkpoint {directory}: tensor {name!r} has "
+                    f"{'nothing' if size is None else size.numel()}, the model has "
+                    f"{stretch.size().numel()} elements; shape and name must not differ"
+                )
+        if state:
+            checkpoint.load(state, storage_reader=reader, no_dist=True)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{directory} is no checkpoint of this trainer: {error}") from error
+
+
+def _weights(model: Sharded) -> dict[str, tuple[torch.Tensor, int, int]]:
+    """This rank's stretches of all parameters, trainable or not; replicas give none twice."""
+    found = {}
+    for unit in model.units:
+        low, high = unit.shard
+        for entry in unit.entries:
+            begin, end = max(entry.start, low), min(entry.stop, high)
+            if begin < end:
+                values = unit.master[begin - low : end - low]
+                found[entry.name] = (values, begin - entry.start, entry.param.numel())
+    return found
+
+
+def _moments(
+    optimizer: Optimizer,
+) -> tuple[dict[str, tuple[torch.Tensor, int, int]], dict[str, Any]]:
+    """Optimizer state: stretches by `<state>.<parameter>`, and what is one value for all."""
+    found: dict[str, tuple[torch.Tensor, int, int]] = {}
+    common: dict[str, Any] = {}
+    for unit, piece, entries in optimizer.layout():
+        for key, value in optimizer.state_of(unit, piece).items():
+            if not isinstance(value, torch.Tensor):
+                common[key] = ["value", value]
+            elif value.shape != piece.shape:
+                common[key] = ["tensor", float(value)]
+            else:
+                for entry, begin, end, at in entries:
+                    own = value.view(-1)[at : at + end - begin]
+                    found[f"{key}.{entry.name}"] = (own, begin, entry.param.numel())
+    return found, common
+
+
+def save_state(
+    directory: Path, model: Sharded, optimizer: Optimizer | None
+) -> dict[str, Any]:
+    """Write this rank's part; returns what one rank must write beside it, fit for msgpack."""
+    first = {unit.name for unit in model.units if unit.layout.is_first_replica}
+    names = {entry.name for unit in model.units if unit.name in first for entry in unit.entries}
+    weights = {name: value for name, value in _weights(model).items() if name in names}
+    write_stretches(directory / "model", weights, model.rank)
+    if optimizer is None:
+        return {"kinds": [], "common": {}}
+    moments, common = _moments(optimizer)
+    kinds = sorted({key.split(".", 1)[0] for key in moments})
+    moments = {key: v for key, v in moments.items() if key.split(".", 1)[1] in names}
+    write_stretches(directory / "optimizer", moments, model.rank)
+    return {"kinds": kinds, "common": common}
+
+
+def load_state(
+    directory: Path, model: Sharded, optimizer: Optimizer | None, record: Mapping[str, Any]
+) -> None:
+    """Take over what `save_state` wrote and returned. All ranks call it.
+
+    Everything is read before anything is changed.
+
+    Raises:
+        DataError: it does not fit the model, or is damaged.
+    """
+    weights = {
+        name: (torch.empty_like(values), start, total)
+        for name, (values, start, total) in _weights(model).items()
+    }
+    read_stretches(directory / "model", weights)
+    states: list[dict[str, Any]] = []
+    if optimizer is not None:
+        stretches: dict[str, tuple[torch.Tensor, int, int]] = {}
+        for _, piece, entries in optimizer.layout():
+            state: dict[str, Any] = {
+                key: torch.zeros_like(piece, requires_grad=False) for key in record["kinds"]
+            }
+            for key, flat in state.items():
+                for entry, begin, end, at in entries:
+                    own = flat.view(-1)[at : at + end - begin]
+                    stretches[f"{key}.{entry.name}"] = (own, begin, entry.param.numel())
+            for key, (kind, value) in record["common"].items():
+                state[key] = torch.tensor(value) if kind == "tensor" else value
+            states.append(state)
+        read_stretches(directory / "optimizer", stretches)
+    model.residency.drop_all()
+    mine = _weights(model)
+    for name, (values, _, _) in weights.items():
+        mine[name][0].copy_(values)
+    for unit in model.units:
+        model.residency.publish(unit)
+    if optimizer is not None:
+        optimizer.restore(states)
+
+
+def named_whole(model: Sharded, *, master: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, whole, on every rank; a tensor is valid until the next unit's.
+
+    All ranks run through it, and compute nothing else meanwhile.
+
+    Args:
+        model: what `shard` returned.
+        master: give the optimizer's weights instead of those of the forward.
+    """
+    for unit in model.units:
+        flat = model.collect(unit, unit.master) if master else model.gathered(unit)
+        for entry in unit.entries:
+            yield entry.name, entry.view(flat)

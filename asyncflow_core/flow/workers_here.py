@@ -1,0 +1,72 @@
+"""Workers in the run's own process: stages by plugin or by a Python function, and the recorder."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+
+from asyncflow_core.flow.plan import Plan
+from asyncflow_core.flow.record import Recorder
+from asyncflow_core.flow.specs import in_processes
+from asyncflow_core.flow.stages import make_stage
+from asyncflow_core.flow.work import observer_work, stage_work
+from asyncflow_core.flow.worker import Worker
+from asyncflow_core.parts import PartContext, StageContract, Tokenizer
+from asyncflow_core.services.data_store import DataStore
+
+__all__ = ["workers_here"]
+
+_RECORD_ROWS = 512
+
+
+def workers_here(
+    plan: Plan,
+    store: DataStore,
+    tokenizer: Tokenizer,
+    recorder: Recorder,
+    stack: AsyncExitStack,
+) -> list[Worker]:
+    """All of them, not yet registered; each stage worker has a thread, which ends with `stack`."""
+    workers = [
+        Worker(
+            store,
+            plan.tasks["record"],
+            observer_work(recorder.observe),
+            requester="recorder",
+            rows_in_flight=_RECORD_ROWS,
+        )
+    ]
+    for name, stage in plan.config.stages.items():
+        for number in range(0 if in_processes(stage) else stage.workers):
+            executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-{number}")
+            stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+            context = PartContext(
+                name=f"{name}-{number}",
+                seed=plan.config.seed,
+                tokenizer=tokenizer,
+                registry=plan.registry,
+            )
+            workers.append(_stage_worker(plan, store, name, context, executor))
+    return workers
+
+
+def _stage_worker(
+    plan: Plan, store: DataStore, name: str, context: PartContext, executor: ThreadPoolExecutor
+) -> Worker:
+    stage, task, chosen = (
+        plan.config.stages[name],
+        plan.tasks[name],
+        plan.chosen.get(f"stages.{name}"),
+    )
+    made = make_stage(
+        stage, chosen.plugin if chosen else None, chosen.options if chosen else None, context
+    )
+    contract = StageContract(task.reads, task.writes, task.whole_groups, task.partitions)
+    return Worker(
+        store,
+        task,
+        stage_work(made, contract, context.name, executor),
+        requester=context.name,
+        rows_in_flight=2 * stage.rows,
+        rows_per_lease=stage.rows,
+    )

@@ -1,0 +1,1 @@
+"""The data store of AsyncFlow in processes of its own."""

@@ -1,0 +1,53 @@
+"""The directories of a store: one for sockets, one for memory and journal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.run_dir import RunDirectory
+
+__all__ = ["StoreDirectory"]
+
+
+class StoreDirectory:
+    """What a store puts on file systems. Only the user's own directory outlives it.
+
+    Attributes:
+        sockets: where sockets lie.
+        memory: where arenas and journal lie; locked, so that no two stores share it.
+    """
+
+    def __init__(self, run_dir: Path | None, directory: Path | None, *, durable: bool) -> None:
+        """Use the run's directory or make one in memory; the user's `directory` for the memory.
+
+        Raises:
+            ConfigError: it cannot be used, or another store uses it; durable without a directory.
+        """
+        if durable and directory is None:
+            raise ConfigError("a durable store needs its option 'directory', on a disk")
+        self._own: RunDirectory | None = None
+        if run_dir is None:
+            self._own = RunDirectory()
+            run_dir = self._own.path
+        self.sockets = run_dir
+        self.memory = directory or self.sockets / "store"
+        try:
+            self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self.memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another data store uses the directory {self.memory}") from None
+        except OSError as error:
+            raise ConfigError(f"the directory {self.memory} is no use: {error}") from error
+        if not durable:
+            for arena in self.memory.glob("*.arena"):
+                arena.unlink()
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._lock)
+        if self._own is not None:
+            self._own.remove()

@@ -1,0 +1,212 @@
+"""The data store as a service: a client, and where it was not told to connect, the owner of the
+processes it talks to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
+from asyncflow_core.errors import AsyncFlowError, PeerLostError, ServiceClosedError
+from asyncflow_core.services.data_store import (
+    CommitResult,
+    DataStore,
+    DataStoreCapabilities,
+    Lease,
+    PutResult,
+    Registration,
+    StoreStats,
+    TaskSpec,
+)
+from asyncflow_core.wire import Client
+from asyncflow_store_zmq.memory import Call, Steps
+from asyncflow_store_zmq.options import ZmqOptions
+from asyncflow_store_zmq.processes import StoreProcesses
+from asyncflow_store_zmq.session import Session
+
+__all__ = ["ZmqDataStore", "capabilities"]
+
+_TIMEOUT_S = 60.0
+
+
+def capabilities(options: ZmqOptions) -> DataStoreCapabilities:
+    """What the store can do under these options."""
+    return DataStoreCapabilities(
+        remote=True,
+        durability=frozenset({"none", "journal", "fsync"}),
+        capacity_rows=options.capacity_rows,
+        capacity_bytes=options.capacity_bytes,
+    )
+
+
+class ZmqDataStore(DataStore):
+    """One client of the store; with `connect` it uses a store, else it starts and ends one.
+
+    Concurrency: for one event loop; any number of calls at a time.
+    """
+
+    def __init__(
+        self, options: ZmqOptions | None = None, *, name: str = "", run_dir: Path | None = None
+    ) -> None:
+        """Keep the arguments.
+
+        Args:
+            options: what a user may set.
+            name: of this client in the run.
+            run_dir: for sockets; default: a directory of its own.
+        """
+        self._options = options or ZmqOptions()
+        self._name = name or f"client-{secrets.token_hex(4)}"
+        self._run_dir = run_dir
+        self.capabilities = capabilities(self._options)
+        self.processes: StoreProcesses | None = None
+        self.address = self._options.connect
+        self._token = self._options.token or secrets.token_hex(16)
+        self._clients: list[Client] = []  # the controller's last
+        self._session: Session | None = None
+        self._waiting: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Start the store, if need be, and connect."""
+        if not self._options.connect:
+            self.processes = StoreProcesses(self._options, self._token, self._run_dir)
+            self.address = (await self.processes.open()).address
+        session = Session(self.address)
+        self._clients.append(await self._connect(self.address))
+        self._session = session
+        await self._run(session.hello())
+        if not session.local:
+            shards = [await self._connect(address) for address in session.shard_addresses]
+            self._clients[:0] = shards
+
+    async def _connect(self, address: str) -> Client:
+        client = Client(address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S)
+        await client.open()
+        return client
+
+    async def aclose(self) -> None:
+        """Disconnect; end the store if it was started here."""
+        session, self._session = self._session, None
+        for client in self._clients:
+            await client.aclose()
+        self._clients.clear()
+        if session is not None:
+            session.close()
+        if self.processes is not None:
+            await self.processes.aclose()
+            self.processes = None
+
+    def attach_options(self) -> dict[str, Any]:
+        """Options with which another process reaches this store."""
+        return {"connect": self.address, "token": self._token}
+
+    async def _run(self, steps: Steps, returns: Any = Any) -> Any:
+        """Make the calls a session asks for."""
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    result = await self._call(call, returns)
+                except (AsyncFlowError, asyncio.CancelledError) as error:
+                    call = steps.throw(error)
+                else:
+                    call = steps.send(result)
+        except StopIteration as stop:
+            return stop.value
+
+    async def _call(self, call: Call, returns: Any) -> Any:
+        timeout_s = None if call.wait_s is None else call.wait_s + _TIMEOUT_S
+        return await self._clients[call.shard].call(
+            call.method, {"m": call.arguments}, returns=returns, timeout_s=timeout_s
+        )
+
+    @property
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise ServiceClosedError(
+                "the data store is not open; use it between open() and aclose()"
+            )
+        return self._session
+
+    async def register(self, task: TaskSpec) -> Registration:
+        """See `DataStore.register`."""
+        handle = await self._run(self._opened.register(task))
+        return Registration(task, lambda: self._end(handle))
+
+    async def _end(self, handle: str) -> None:
+        if self._session is not None:
+            with contextlib.suppress(PeerLostError, ServiceClosedError):
+                await self._call(Call("store.end", [handle]), Any)
+
+    async def put(
+        self,
+        groups: Batch,
+        *,
+        keys: Sequence[GroupKey],
+        samples: int = 1,
+        batch: int | None = None,
+        partition: str = "train",
+        row_bytes: int = 0,
+        wait_s: float | None = None,
+    ) -> PutResult:
+        """See `DataStore.put`."""
+        steps = self._opened.put(groups, keys, samples, batch, partition, row_bytes, wait_s)
+        result: PutResult = await self._run(steps)
+        return result
+
+    async def lease(
+        self,
+        task: str,
+        *,
+        requester: str,
+        version: int | None = None,
+        limit_rows: int | None = None,
+        limit_tokens: int | None = None,
+        policy: str = "fifo",
+        lease_s: float = 60.0,
+        wait_s: float = 0.0,
+    ) -> Lease | None:
+        """See `DataStore.lease`."""
+        steps = self._opened.lease(
+            task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s
+        )
+        lease: Lease | None = await self._run(steps)
+        return lease
+
+    async def read(self, ref: BatchRef, columns: Sequence[str]) -> Batch:
+        """See `DataStore.read`; the arrays are the caller's own."""
+        batch: Batch = await self._run(self._opened.read(ref, columns))
+        return batch
+
+    async def renew(self, leases: Sequence[int], *, lease_s: float) -> tuple[int, ...]:
+        """See `DataStore.renew`; a renewal never shortens a lease."""
+        lost: tuple[int, ...] = await self._run(self._opened.renew(leases, lease_s))
+        return lost
+
+    async def commit(
+        self, ref: BatchRef, *, writes: Batch | None = None, version: int | None = None
+    ) -> CommitResult:
+        """See `DataStore.commit`."""
+        result: CommitResult = await self._run(self._opened.commit(ref, writes, version))
+        return result
+
+    async def release(self, ref: BatchRef) -> None:
+        """See `DataStore.release`."""
+        await self._run(self._opened.release(ref))
+
+    async def drop(self, keys: Sequence[Key], *, reason: str) -> int:
+        """See `DataStore.drop`."""
+        count: int = await self._run(self._opened.drop(keys, reason))
+        return count
+
+    async def stats(self, *, drops_after: int = 0, wait_s: float = 0.0) -> StoreStats:
+        """See `DataStore.stats`; `bytes` counts segments, with their offsets."""
+        stats: StoreStats = await self._run(
+            self._opened.stats(drops_after, wait_s), returns=StoreStats
+        )
+        return stats
