@@ -153,6 +153,8 @@ class Column:
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Column:
         """A new column of these rows, in this order."""
         if self.offsets is not None:
+            if not len(rows):  # `ragged` could not know the further axes of rows that are not there
+                return Column(self.array[:0], np.zeros(1, np.int64))
             return Column.ragged([self[int(row)] for row in rows], dtype=self.array.dtype)
         if isinstance(self.values, list):
             return Column([self.values[int(row)] for row in rows])

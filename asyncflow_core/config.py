@@ -34,6 +34,7 @@ __all__ = [
     "ServiceConfig",
     "StageConfig",
     "TrainerConfig",
+    "WeightSyncConfig",
     "WorkflowConfig",
     "with_default_plugins",
 ]
@@ -126,6 +127,20 @@ class TrainerConfig(ServiceConfig):
     """Ranks, a process each."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Most tokens, prompts included, of one micro-batch of one rank; one row may exceed it."""
+
+
+class WeightSyncConfig(PartConfig):
+    """How weights travel from trainer to rollout, and what is asked of every replica."""
+
+    stage_timeout_s: float = Field(300.0, gt=0)
+    """Seconds a replica has to take a version in; then it is lost, by name."""
+    commit_timeout_s: float = Field(300.0, gt=0)
+    """Seconds a replica has to switch; with switch mode drain it waits for its longest response."""
+    attempts: int = Field(2, ge=1)
+    """Times a replica may try to take one version in. What serves stays until one succeeds."""
+    verify_every: int = Field(0, ge=0)
+    """Compare what each replica serves with what was published, bit for bit, every so many
+    versions; 0 for never. Checksums are verified at every version, whatever stands here."""
 
 
 class StageConfig(Section):
@@ -251,7 +266,7 @@ class RunConfig(Section):
     """Held-out evaluation; null for none."""
     data_store: PartConfig = PartConfig(plugin="memory")
     """The table through which samples stream."""
-    weight_sync: PartConfig = PartConfig(plugin="host")
+    weight_sync: WeightSyncConfig = WeightSyncConfig(plugin="host")
     """How weights travel from trainer to rollout."""
     launcher: PartConfig = PartConfig(plugin="local")
     """How processes are started."""

@@ -10,6 +10,8 @@ __all__ = [
     "REWARD_ERRORS",
     "REWARD_MEAN",
     "REWARD_STD",
+    "ROLLOUT_TOKENS_KEPT",
+    "ROLLOUT_TOKENS_LOST",
     "STALENESS_MAX",
     "STALENESS_MEAN",
     "STALENESS_UPDATES_MAX",
@@ -24,6 +26,9 @@ __all__ = [
     "TRAINER_TOKENS",
     "TRAINER_WAIT_S",
     "WEIGHTS_BYTES",
+    "WEIGHTS_COMMIT_S",
+    "WEIGHTS_COMPARED",
+    "WEIGHTS_FAILURES",
     "WEIGHTS_PUBLISH_S",
     "WEIGHTS_STAGE_S",
     "Means",
@@ -33,6 +38,8 @@ REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
 REWARD_ERRORS: Final = "reward/errors"
 RESPONSE_TOKENS_MEAN: Final = "rollout/response_tokens_mean"
+ROLLOUT_TOKENS_KEPT: Final = "rollout/tokens_kept"
+ROLLOUT_TOKENS_LOST: Final = "rollout/tokens_lost"
 TOKENS_PER_S: Final = "flow/tokens_per_s"
 STEP_WALL_S: Final = "flow/step_wall_s"
 STALENESS_MEAN: Final = "staleness/mean"
@@ -48,6 +55,9 @@ TRAINER_BUSY_S: Final = "trainer/busy_s"
 TRAINER_TOKENS: Final = "trainer/tokens"
 WEIGHTS_PUBLISH_S: Final = "weights/publish_s"
 WEIGHTS_STAGE_S: Final = "weights/stage_s"
+WEIGHTS_COMMIT_S: Final = "weights/commit_s"
+WEIGHTS_FAILURES: Final = "weights/failures"
+WEIGHTS_COMPARED: Final = "weights/compared"
 WEIGHTS_BYTES: Final = "weights/bytes"
 
 

@@ -14,10 +14,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import metadata
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import pluggy
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -31,8 +30,7 @@ from asyncflow_core.errors import (
     PluginLoadError,
     PluginNotFoundError,
 )
-from asyncflow_core.parts import PartContext, StageContract
-from asyncflow_core.services.trainer import Loss, LossCapabilities, LossOutput, LossSpec
+from asyncflow_core.parts import StageContract
 
 __all__ = [
     "API_VERSIONS",
@@ -42,9 +40,7 @@ __all__ = [
     "PluginEntry",
     "Registrar",
     "Registry",
-    "ResolvedLoss",
     "discover",
-    "resolve_loss",
 ]
 
 API_VERSIONS = {
@@ -349,68 +345,3 @@ def discover() -> list[PluginEntry]:
 def _normalised(distribution: str) -> str:
     """A distribution's name as indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedLoss:
-    """A loss bound to its options, as a trainer calls it.
-
-    Attributes:
-        name: of the plugin.
-        loss: what the plugin's factory built.
-        options: validated; the loss's `config`.
-        capabilities: what it reads.
-    """
-
-    name: str
-    loss: Loss
-    options: BaseModel
-    capabilities: LossCapabilities
-
-    def __call__(self, logprobs: Any, columns: Mapping[str, Any]) -> LossOutput:
-        """The loss of one micro-batch."""
-        return self.loss(logprobs, columns, self.options)
-
-
-@cache
-def _installed() -> Registry:
-    return Registry()
-
-
-def resolve_loss(
-    registry: Registry | None,
-    spec: LossSpec,
-    *,
-    arrays: Literal["torch", "numpy"],
-    entropy: bool = False,
-    ctx: PartContext | None = None,
-) -> ResolvedLoss:
-    """Find and build the loss of a spec, for a trainer whose losses work on `arrays`.
-
-    Args:
-        registry: where to look, a trainer's `ctx.registry`; None: the installed plugins.
-        spec: name and options.
-        arrays: the trainer's `loss_arrays`.
-        entropy: whether the trainer gives losses an `entropy` column.
-        ctx: handed to the plugin's factory.
-
-    Raises:
-        PluginError: as `Registry.get`, or a loss without `LossCapabilities`.
-        ConfigError: options that do not validate, or a loss this trainer cannot run.
-    """
-    plugin = (_installed() if registry is None else registry).get("loss", spec.name)
-    options = plugin.parse_options(spec.options)
-    able = plugin.capabilities_for(options)
-    if not isinstance(able, LossCapabilities):
-        raise PluginLoadError(
-            f"loss {spec.name!r} of {plugin.distribution} is registered without LossCapabilities"
-        )
-    if able.arrays != arrays:
-        fitting = (
-            f"; choose a loss for {arrays} arrays, or a trainer with loss_arrays={able.arrays!r}"
-        )
-        raise ConfigError(f"loss {spec.name!r} works on {able.arrays} arrays{fitting}")
-    if able.needs_entropy and not entropy:
-        raise ConfigError(f"loss {spec.name!r} needs the entropy, which this trainer does not give")
-    loss = plugin.factory(options, ctx or PartContext(name=f"loss.{spec.name}"))
-    return ResolvedLoss(spec.name, loss, options, able)

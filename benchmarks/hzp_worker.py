@@ -3,6 +3,8 @@
 Speaks lines of JSON on stdin and stdout. Run by the benchmark, not by hand.
 """
 
+# ruff: noqa: TID251 - it measures torch
+
 from __future__ import annotations
 
 import json
@@ -27,8 +29,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
+        self.qkv, self.out = _linear(DIM, 3 * DIM), _linear(DIM, DIM)
+        self.up, self.down = _linear(DIM, 4 * DIM), _linear(4 * DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, tokens, _ = x.shape
@@ -37,6 +39,10 @@ class Block(nn.Module):
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(rows, tokens, DIM))
         return x + self.down(functional.gelu(self.up(self.norm_2(x))))
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
 
 
 class Model(nn.Module):
@@ -83,8 +89,37 @@ class HzpVariant:
         self.optimizer.step()
         return float(loss.detach())
 
-    def sent(self) -> dict[str, int]:
-        return dict(self.model.traffic())
+    def facts(self) -> dict[str, Any]:
+        """Bytes sent, and what memory of states, buffers and activations must be there."""
+        model = self.model
+        units = [unit for unit in model.units if unit.trainable]
+        states = sum(unit.held.nbytes + 3 * unit.master.nbytes for unit in units)
+        slots = sum(slot.buffer.nbytes for slot in model.residency.slots)
+        full = max(unit.elements for unit in units) * 4
+        sharded = model.sizes.z1 > 1
+        buffers = full * model.config.grad_buffers + full * (1 - 1 / model.sizes.z2)
+        return {
+            "sent": dict(model.traffic()),
+            "theory": round(states + slots + sharded * buffers + activations()),
+        }
+
+
+def activations() -> int:
+    """Bytes that autograd keeps of one forward of the plain model, parameters left out."""
+    torch.manual_seed(0)
+    model, kept = Model(), dict[int, int]()
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_of(model, 0)
+    del loss
+    return sum(kept.values())
 
 
 def _local_swap(self: Any, sends: Any, receives: Any) -> None:
@@ -110,7 +145,7 @@ class Fsdp2Variant:
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard)
-        layers = list(self.model.layers)
+        layers: list[Any] = list(self.model.layers)
         for number, layer in enumerate(layers) if prefetch else ():
             layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + prefetch])
             layer.set_modules_to_backward_prefetch(layers[max(number - prefetch, 0) : number][::-1])
@@ -123,7 +158,7 @@ class Fsdp2Variant:
         self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def sent(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Any]:
         return {}
 
 
@@ -131,7 +166,7 @@ class LinkVariant:
     """The rate of the link, both directions at once."""
 
     def __init__(self) -> None:
-        self._out, self._in = torch.ones(2**22), torch.empty(2**22)
+        self._out, self._in = torch.ones(2**23), torch.empty(2**23)
 
     def step(self, number: int) -> float:
         other = 1 - distributed.get_rank()
@@ -141,7 +176,7 @@ class LinkVariant:
             work.wait()
         return self._out.nbytes / (time.perf_counter() - start)
 
-    def sent(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Any]:
         return {}
 
 
@@ -160,49 +195,58 @@ def memory(key: str) -> int:
     raise KeyError(key)
 
 
+def sent_by_node() -> int:
+    """Bytes that left this namespace over the slow link."""
+    return int(Path("/sys/class/net/hzp/statistics/tx_bytes").read_text())
+
+
+class Rank:
+    """The variant of this process, and its steps."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        (torch.ones(256, 256) @ torch.ones(256, 256)).sum()
+        distributed.barrier()
+        self._before = memory("VmRSS")
+        self._variant = VARIANTS[order["kind"]](**order["options"])
+        self._number = 0
+
+    def step(self) -> dict[str, Any]:
+        distributed.barrier()
+        sent, start = sent_by_node(), time.perf_counter()
+        value = self._variant.step(self._number)
+        seconds = time.perf_counter() - start
+        self._number += 1
+        distributed.barrier()
+        peak, node = memory("VmHWM") - self._before, sent_by_node() - sent
+        return {"s": seconds, "value": value, "peak": peak, "node_sent": node}
+
+    def warm_up(self) -> dict[str, Any]:
+        for _ in range(WARM_UP):
+            self.step()
+        Path("/proc/self/clear_refs").write_text("5")  # peak memory is that of steady state
+        return {}
+
+    def allocations(self) -> dict[str, Any]:
+        from hzp_allocations import counting
+
+        with counting() as found:
+            for _ in range(8):
+                self.step()
+        return dict(found)
+
+    def facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = self._variant.facts()
+        return facts
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
     os.sched_setaffinity(0, {order["core"]})
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=order["rank"], world_size=order["world"])
-    (torch.ones(256, 256) @ torch.ones(256, 256)).sum()
-    distributed.barrier()
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    variant = VARIANTS[order["kind"]](**order["options"])
-    number = 0
-
-    def step() -> dict[str, Any]:
-        nonlocal number
-        distributed.barrier()
-        sent = sum(variant.sent().values())
-        start = time.perf_counter()
-        value = variant.step(number)
-        number += 1
-        seconds = time.perf_counter() - start
-        return {
-            "s": seconds,
-            "value": value,
-            "peak": memory("VmHWM") - before,
-            "sent": sum(variant.sent().values()) - sent,
-            "by_link": variant.sent(),
-        }
-
-    for _ in range(WARM_UP):
-        answer = step()
-    print(json.dumps(answer), flush=True)
+    rank = Rank(order)
     for line in sys.stdin:
-        command = json.loads(line)
-        print(json.dumps(step() if command == "step" else count_allocations(step)), flush=True)
-
-
-def count_allocations(step: Callable[[], Any]) -> dict[str, Any]:
-    from hzp_allocations import counting
-
-    with counting() as found:
-        for _ in range(8):
-            step()
-    return {"allocations": found}
+        print(json.dumps(getattr(rank, json.loads(line))()), flush=True)
 
 
 if __name__ == "__main__":

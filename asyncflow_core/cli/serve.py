@@ -29,7 +29,7 @@ def serve_by_hand(kind: str, plugin: str, options: Sequence[str], bind: str) -> 
 
 
 async def _serve(kind: str, plugin: str, options: dict[str, Any], bind: str, token: str) -> int:
-    async with open_service(kind, plugin, **options) as service:
+    async with open_service(kind, plugin, options=options) as service:
         server = Server(bind, name=kind, token=token)
         serve_service(server, kind, service, INTERFACES[kind], supports=SUPPORTS.get(kind, ()))
         async with server:

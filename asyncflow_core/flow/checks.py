@@ -91,6 +91,35 @@ def _weights_taken(
         )
 
 
+def _weights_compared(
+    config: RunConfig, rollout: RolloutCapabilities, weights: WeightSyncCapabilities
+) -> Iterator[Fault]:
+    if not config.weight_sync.verify_every:
+        return
+    path = ("weight_sync", "verify_every")
+    if not rollout.readback:
+        name = config.rollout.plugin
+        yield path, f"rollout plugin {name!r} cannot give its weights back; leave it out"
+    if weights.source != "buckets":
+        yield (
+            path,
+            f"{config.weight_sync.plugin!r} hands over {weights.source}, and only buckets can be "
+            f"fetched again to be compared; leave it out",
+        )
+
+
+def _sharded(
+    config: RunConfig, trainer: TrainerCapabilities, weights: WeightSyncCapabilities
+) -> Iterator[Fault]:
+    if trainer.sharded_export and config.trainer.world_size > 1 and weights.source != "buckets":
+        yield (
+            ("weight_sync",),
+            f"{config.weight_sync.plugin!r} hands over {weights.source}, which cannot be joined "
+            f"from the parts that the ranks of trainer plugin {config.trainer.plugin!r} export; "
+            f"use a transport of buckets",
+        )
+
+
 def _weights_reach(
     config: RunConfig, launcher: LauncherCapabilities, weights: WeightSyncCapabilities
 ) -> Iterator[Fault]:
@@ -193,6 +222,8 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Fault]]], ...] = (
     (("trainer",), _ranks),
     (("trainer", "loss"), _loss),
     (("rollout", "weight_sync"), _weights_taken),
+    (("rollout", "weight_sync"), _weights_compared),
+    (("trainer", "weight_sync"), _sharded),
     (("launcher", "weight_sync"), _weights_reach),
     (("launcher",), _launched),
     (("data_store",), _store_holds),

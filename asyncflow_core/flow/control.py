@@ -72,6 +72,10 @@ class RolloutControl(StageControl):
         """Let the staged version serve; the worker leases with it from then on."""
 
     @abstractmethod
+    async def compare(self, published: PublishedWeights) -> str:
+        """Compare what serves with what was published; the first difference, or nothing."""
+
+    @abstractmethod
     async def stats(self) -> RolloutStats:
         """Load and work of the replica."""
 
@@ -88,7 +92,7 @@ class TrainerControl(StageControl):
         """Train global batch `version`: the step from `version` to `version + 1`."""
 
     @abstractmethod
-    async def retire(self, version: int) -> None:
+    async def retire(self, version: int, life: int) -> None:
         """No replica will fetch this version again."""
 
     @abstractmethod
@@ -120,8 +124,12 @@ class RankControl(ABC):
         """Throw collected gradients away."""
 
     @abstractmethod
-    async def export(self, order: int, version: int) -> int:
-        """Take part in an export whose buckets another rank yields; returns the bytes seen here."""
+    async def export(self, order: int, version: int, life: int) -> PublishedWeights | None:
+        """Take part in an export; what this rank published of it, if it yields anything."""
+
+    @abstractmethod
+    async def retire(self, version: int, life: int) -> None:
+        """No replica will fetch this version again. Ranks need not be in step for it."""
 
     @abstractmethod
     async def save(self, order: int, path: str) -> None:
@@ -130,3 +138,7 @@ class RankControl(ABC):
     @abstractmethod
     async def load(self, order: int, path: str) -> None:
         """Take part in loading one."""
+
+    @abstractmethod
+    async def save_model(self, order: int, path: str) -> bool:
+        """Take part in writing a Hugging Face model directory; False if the trainer cannot."""

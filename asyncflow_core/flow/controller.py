@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncflow_core import metrics
+from asyncflow_core.config import PartConfig
 from asyncflow_core.errors import PeerLostError, ServiceError
 from asyncflow_core.flow.control import RolloutControl, StageControl, TrainerControl
 from asyncflow_core.flow.host import CONTROLS
@@ -25,12 +28,13 @@ from asyncflow_core.flow.results import StepResult, Summary
 from asyncflow_core.flow.specs import process_specs
 from asyncflow_core.flow.supply import Supply
 from asyncflow_core.flow.switching import Switching
+from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.flow.totals import Totals
 from asyncflow_core.flow.waits import Waits
 from asyncflow_core.flow.worker import first_failure
 from asyncflow_core.flow.workers_here import workers_here
 from asyncflow_core.parts import PartContext, Tokenizer
-from asyncflow_core.services.data_store import DataStore
+from asyncflow_core.services.data_store import DataStore, SupportsAttach
 from asyncflow_core.wire import Server, serve_service
 
 __all__ = ["Controller"]
@@ -95,7 +99,9 @@ class Controller:
         async with AsyncExitStack() as stack:
             stack.callback(self._folder.close)
             launcher: Launcher = await stack.enter_async_context(self._build("launcher"))
-            store: DataStore = await stack.enter_async_context(self._build("data_store"))
+            store: DataStore = await stack.enter_async_context(
+                self._build("data_store", run_dir=launcher.run_dir)
+            )
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._main(group, stack, launcher, store))
@@ -143,16 +149,22 @@ class Controller:
     ) -> None:
         """Start all and wait until each answers; from here on each one's end ends the run."""
         token = secrets.token_hex(16)
-        server = Server(f"ipc://{launcher.run_dir}/store.sock", name="controller", token=token)
-        serve_service(server, "store", store, DataStore)
-        await stack.enter_async_context(server)
+        address, part = "", None
+        if isinstance(store, SupportsAttach):
+            part = PartConfig(plugin=self._config.data_store.plugin, options=store.attach_options())
+        else:
+            server = Server(f"ipc://{launcher.run_dir}/store.sock", name="controller", token=token)
+            serve_service(server, "store", store, DataStore)
+            await stack.enter_async_context(server)
+            address = server.address
         # Processes end before the store they work on; closing a launcher twice is harmless.
         stack.push_async_callback(launcher.aclose)
         roles = {}
         for spec in process_specs(
             self._plan,
             run_dir=launcher.run_dir,
-            store=server.address,
+            store=address,
+            store_part=part,
             token=token,
             log_dir=self._folder.path / "logs",
         ):
@@ -176,9 +188,13 @@ class Controller:
         self, group: asyncio.TaskGroup, stack: AsyncExitStack, store: DataStore, waits: Waits
     ) -> _Parts:
         """Register every task before the first row, which it would not see; start the workers."""
-        tokenizer: Tokenizer = await asyncio.to_thread(self._build, "tokenizer")
-        prompts = await asyncio.to_thread(self._build, "prompts", tokenizer)
-        recorder = Recorder(self._folder, tokenizer)
+        drawing, writing = DaemonThread("prompts"), DaemonThread("recorder")
+        for thread in (drawing, writing):
+            stack.callback(thread.shutdown, wait=False, cancel_futures=True)
+        aside = partial(asyncio.get_running_loop().run_in_executor, drawing)
+        tokenizer: Tokenizer = await aside(self._build, "tokenizer")
+        prompts = await aside(self._build, "prompts", tokenizer)
+        recorder = Recorder(self._folder, tokenizer, writing)
         workers = workers_here(self._plan, store, tokenizer, recorder, stack)
         for worker in workers:
             await worker.register()
@@ -190,9 +206,11 @@ class Controller:
             group.create_task(worker.run())
         trainer = next(c for c in controls if isinstance(c, TrainerControl))
         replicas = {n: c for n, c in self._controls.items() if isinstance(c, RolloutControl)}
-        switching = Switching(replicas, trainer, self._plan.switch_mode, group)
+        switching = Switching(
+            replicas, trainer, self._plan.switch_mode, group, self._config.weight_sync
+        )
         switching.start()
-        supply = Supply(store, prompts, self._config)
+        supply = Supply(store, prompts, self._config, drawing)
         group.create_task(supply.watch_drops())
         return _Parts(store, tokenizer, recorder, supply, trainer, replicas, switching, waits)
 
@@ -219,6 +237,10 @@ class Controller:
                 metrics.TOKENS_PER_S: report.tokens / (now - step_start),
                 metrics.WEIGHTS_PUBLISH_S: publish_s,
                 metrics.WEIGHTS_STAGE_S: switching.stage_s,
+                metrics.WEIGHTS_COMMIT_S: switching.commit_s,
+                metrics.WEIGHTS_FAILURES: float(switching.failures),
+                metrics.WEIGHTS_COMPARED: float(switching.compared),
+                **await _switched_tokens(parts.replicas),
                 metrics.WEIGHTS_BYTES: float(weights.manifest.nbytes),
             }
             step_start = now
@@ -240,11 +262,14 @@ class Controller:
         score = sum(value >= evaluation.success for value in found.values) / rows
         self._totals.scores.append(score)
 
-    def _build(self, section: str, tokenizer: Tokenizer | None = None) -> Any:
+    def _build(
+        self, section: str, tokenizer: Tokenizer | None = None, run_dir: Path | None = None
+    ) -> Any:
         chosen = self._plan.chosen[section]
         context = PartContext(
             name=section,
             seed=self._config.seed,
+            run_dir=run_dir,
             tokenizer=tokenizer,
             registry=self._plan.registry,
         )
@@ -277,6 +302,14 @@ class Controller:
 
 async def _raise_its_end(process: RunningProcess) -> None:
     raise _EndedError(await process.ended(), service=process.name)
+
+
+async def _switched_tokens(replicas: Mapping[str, RolloutControl]) -> dict[str, float]:
+    stats = [await control.stats() for control in replicas.values()]
+    return {
+        metrics.ROLLOUT_TOKENS_KEPT: float(sum(found.tokens_kept for found in stats)),
+        metrics.ROLLOUT_TOKENS_LOST: float(sum(found.tokens_lost for found in stats)),
+    }
 
 
 async def _busy_s(replicas: Mapping[str, RolloutControl]) -> float:

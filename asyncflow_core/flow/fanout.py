@@ -7,16 +7,23 @@ itself, by reference. A rank that fails fails the call on all, by number.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from asyncflow_core.batch import Batch, BatchRef
-from asyncflow_core.errors import InvariantError, ServiceError
+from asyncflow_core.errors import DataError, InvariantError, ServiceError
 from asyncflow_core.flow.control import RankControl
 from asyncflow_core.metrics import Means
 from asyncflow_core.services.data_store import DataStore
-from asyncflow_core.services.trainer import ForwardBackwardInfo, LossSpec, Trainer, UpdateInfo
+from asyncflow_core.services.trainer import (
+    ForwardBackwardInfo,
+    LossSpec,
+    SupportsModelExport,
+    Trainer,
+    UpdateInfo,
+)
+from asyncflow_core.services.weight_sync import Bucket, PublishedWeights, WeightSync
 
 __all__ = ["Ranks", "TrainerRank"]
 
@@ -24,12 +31,15 @@ T = TypeVar("T")
 
 
 class TrainerRank(RankControl):
-    """One rank: its trainer, and its own way to the store."""
+    """One rank: its trainer, its own way to the store, and to the replicas if it yields weights."""
 
-    def __init__(self, trainer: Trainer, store: DataStore) -> None:
-        """Wrap an opened trainer and an opened store."""
+    def __init__(
+        self, trainer: Trainer, store: DataStore, weight_sync: WeightSync | None = None
+    ) -> None:
+        """Wrap an opened trainer, store and weight sync."""
         self._trainer = trainer
         self._store = store
+        self._weight_sync = weight_sync
         self._order = 0
 
     async def forward_backward(
@@ -42,40 +52,60 @@ class TrainerRank(RankControl):
         last: bool,
     ) -> ForwardBackwardInfo:
         """Read the rows, add their gradient."""
-        self.in_order(order)
+        self._in_order(order)
         parts = [await self._store.read(ref, columns) for ref in rows]
         batch = Batch.concat(parts) if parts else Batch({}, rows=0)
         return await self._trainer.forward_backward(batch, loss, last=last)
 
     async def optim_step(self, order: int) -> UpdateInfo:
         """Update."""
-        self.in_order(order)
+        self._in_order(order)
         return await self._trainer.optim_step()
 
     async def zero_grad(self, order: int) -> None:
         """Throw collected gradients away."""
-        self.in_order(order)
+        self._in_order(order)
         await self._trainer.zero_grad()
 
-    async def export(self, order: int, version: int) -> int:
-        """Run the export; the collective work in it is what the other ranks need."""
-        self.in_order(order)
-        nbytes = 0
-        async for bucket in self._trainer.export_weights(version):
-            nbytes += bucket.data.nbytes
-        return nbytes
+    async def export(self, order: int, version: int, life: int) -> PublishedWeights | None:
+        """Run the export; its collective work is what the other ranks need in any case.
+
+        Raises:
+            InvariantError: this rank yields weights and has nowhere to publish them.
+        """
+        self._in_order(order)
+        buckets = self._trainer.export_weights(version)
+        first = await anext(buckets, None)
+        if first is None:
+            return None
+        if self._weight_sync is None:
+            raise InvariantError("a rank yields weights though it was not said to (sharded_export)")
+        return await self._weight_sync.publish(version, life, _resumed(first, buckets))
+
+    async def retire(self, version: int, life: int) -> None:
+        """Give a version's memory back."""
+        if self._weight_sync is not None:
+            await self._weight_sync.retire(version, life)
 
     async def save(self, order: int, path: str) -> None:
         """Take part in a checkpoint."""
-        self.in_order(order)
+        self._in_order(order)
         await self._trainer.save(path)
 
     async def load(self, order: int, path: str) -> None:
         """Take part in loading one."""
-        self.in_order(order)
+        self._in_order(order)
         await self._trainer.load(path)
 
-    def in_order(self, order: int) -> None:
+    async def save_model(self, order: int, path: str) -> bool:
+        """Take part in writing the model."""
+        self._in_order(order)
+        if not isinstance(self._trainer, SupportsModelExport):
+            return False
+        await self._trainer.save_model(path)
+        return True
+
+    def _in_order(self, order: int) -> None:
         """Count one call; `InvariantError` if it is not the next one."""
         if order != self._order:
             raise InvariantError(f"this rank expects call {self._order}, got call {order}")
@@ -87,7 +117,6 @@ class Ranks:
 
     def __init__(self, first: TrainerRank, others: Sequence[RankControl] = ()) -> None:
         """Take rank 0, which lives here, and the others in their order."""
-        self._first = first
         self._ranks: tuple[RankControl, ...] = (first, *others)
         self._order = 0
 
@@ -141,14 +170,27 @@ class Ranks:
         """Load a checkpoint on all ranks."""
         await self._all("load", lambda rank, order, _: rank.load(order, path))
 
-    async def export(self, version: int, first: Callable[[], Awaitable[T]]) -> T:
-        """Export on all ranks; rank 0's part is `first`, which keeps its buckets."""
-        order = self._next()
-        self._first.in_order(order)
-        exports = [partial(rank.export, order, version) for rank in self._ranks[1:]]
-        results = await self._together("export_weights", [first, *exports])
-        result: T = results[0]
-        return result
+    async def save_model(self, path: str) -> bool:
+        """The model, written by all ranks; False if the trainer cannot."""
+        return all(await self._all("save_model", lambda rank, n, _: rank.save_model(n, path)))
+
+    async def export(self, version: int, life: int) -> PublishedWeights:
+        """Export on all ranks and publish what each yields, as one version.
+
+        Raises:
+            DataError: two ranks yield the same tensor, or none yields any.
+        """
+        found = await self._all(
+            "export_weights", lambda rank, order, _: rank.export(order, version, life)
+        )
+        parts = {rank: part for rank, part in enumerate(found) if part is not None}
+        if not parts:
+            raise DataError(f"no rank of the trainer yields a tensor of version {version}")
+        return PublishedWeights.merged(parts)
+
+    async def retire(self, version: int, life: int) -> None:
+        """Give a version's memory back on all ranks."""
+        await self._together("retire", [partial(r.retire, version, life) for r in self._ranks])
 
     async def _all(
         self, name: str, call: Callable[[RankControl, int, int], Awaitable[T]]
@@ -173,6 +215,12 @@ class Ranks:
     def _next(self) -> int:
         order, self._order = self._order, self._order + 1
         return order
+
+
+async def _resumed(first: Bucket, others: AsyncIterator[Bucket]) -> AsyncIterator[Bucket]:
+    yield first
+    async for bucket in others:
+        yield bucket
 
 
 async def _named(number: int, name: str, world_size: int, call: Callable[[], Awaitable[T]]) -> T:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from asyncflow_core.config import PartConfig
-from asyncflow_core.errors import ConfigError, ServiceClosedError
+from asyncflow_core.errors import (
+    ConfigError,
+    ServiceClosedError,
+    UnsupportedCapabilityError,
+)
+from asyncflow_core.flow.compare import first_difference
 from asyncflow_core.flow.control import (
     RankControl,
     RolloutControl,
@@ -23,26 +27,27 @@ from asyncflow_core.flow.launch import (
     RankRole,
     RolloutRole,
     StageRole,
-    TaskConfig,
     TrainerRole,
 )
 from asyncflow_core.flow.stages import function_contract, make_stage, plugin_contract
+from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.flow.train import TrainSettings, TrainWorker
 from asyncflow_core.flow.work import rollout_work, stage_work
 from asyncflow_core.flow.worker import Worker
 from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.base import Service
-from asyncflow_core.services.data_store import DataStore, Order, TaskSpec
+from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.services.rollout import (
     Rollout,
     RolloutStats,
     SamplingParams,
     StagedWeights,
+    SupportsReadback,
     SwitchMode,
 )
 from asyncflow_core.services.trainer import LossSpec
-from asyncflow_core.services.weight_sync import PublishedWeights, WeightSync
+from asyncflow_core.services.weight_sync import PublishedWeights, WeightSource, WeightSync
 
 __all__ = [
     "CONTROLS",
@@ -51,7 +56,6 @@ __all__ = [
     "RolloutReplica",
     "StageProcess",
     "build_part",
-    "task_spec",
 ]
 
 Connect = Callable[[str, str], Awaitable[RankControl]]
@@ -70,13 +74,6 @@ def build_part(registry: Registry, kind: str, part: PartConfig, ctx: PartContext
     """Build what a plugin offers; its options were validated when the run was planned."""
     plugin = registry.get(kind, part.plugin)
     return plugin.factory(plugin.parse_options(part.options), ctx)
-
-
-def task_spec(task: TaskConfig) -> TaskSpec:
-    """The store's form of a task."""
-    return TaskSpec(
-        task.name, task.reads, task.writes, task.whole_groups, task.partitions, Order(task.order)
-    )
 
 
 class Host:
@@ -104,7 +101,7 @@ class Host:
             elif isinstance(role, TrainerRole):
                 self.control = await self._open_trainer(role)
             elif isinstance(role, RankRole):
-                self.control = TrainerRank(await self._open_service(), self._store)
+                self.control = await self._open_rank(role)
             elif isinstance(role, StageRole):
                 self.control = await self._open_stage(role)
             else:
@@ -172,6 +169,10 @@ class Host:
         service = await self._open_service()
         return RolloutReplica(self, self._spec, role, service, weight_sync, self._store)
 
+    async def _open_rank(self, role: RankRole) -> TrainerRank:
+        sync = None if role.weight_sync is None else await self._open_weight_sync(role.weight_sync)
+        return TrainerRank(await self._open_service(), self._store, sync)
+
     async def _open_trainer(self, role: TrainerRole) -> TrainerControl:
         weight_sync = await self._open_weight_sync(role.weight_sync)
         trainer = await self._open_service()
@@ -179,9 +180,9 @@ class Host:
             await self._connect(address, f"trainer-{number}")
             for number, address in enumerate(role.ranks, 1)
         ]
-        ranks = Ranks(TrainerRank(trainer, self._store), others)
+        ranks = Ranks(TrainerRank(trainer, self._store, weight_sync), others)
         settings = TrainSettings(
-            task=task_spec(role.task),
+            task=role.task,
             loss=LossSpec(role.loss.plugin, role.loss.options),
             groups_per_step=role.groups_per_step,
             group_size=role.group_size,
@@ -190,19 +191,19 @@ class Host:
             micro_batch_tokens=role.micro_batch_tokens,
             whole_batch=role.whole_batch,
         )
-        return TrainWorker(self._store, trainer, ranks, weight_sync, settings)
+        return TrainWorker(self._store, ranks, settings)
 
     async def _open_stage(self, role: StageRole) -> StageControl:
         ctx, stage = self._context(), role.stage
         plugin = self._registry.get("stage", stage.plugin) if stage.plugin else None
         options = plugin.parse_options(stage.options) if plugin else None
         contract = plugin_contract(plugin, options) if plugin else function_contract(stage)
-        executor = ThreadPoolExecutor(1, thread_name_prefix=self._spec.name)
+        executor = DaemonThread(self._spec.name)
         self._stack.callback(executor.shutdown, wait=False, cancel_futures=True)
         work = stage_work(make_stage(stage, plugin, options, ctx), contract, ctx.name, executor)
         worker = Worker(
             self._store,
-            task_spec(role.task),
+            role.task,
             work,
             requester=self._spec.name,
             rows_in_flight=2 * stage.rows,
@@ -246,7 +247,7 @@ class RolloutReplica(RolloutControl):
         sampling = SamplingParams(**role.sampling.model_dump())
         self._worker = Worker(
             store,
-            task_spec(role.task),
+            role.task,
             rollout_work(service, sampling, spec.seed),
             requester=spec.name,
             rows_in_flight=role.rows_in_flight,
@@ -265,9 +266,14 @@ class RolloutReplica(RolloutControl):
 
     async def stage(self, published: PublishedWeights) -> StagedWeights:
         """Fetch and stage."""
-        await self._weight_sync.attach(self._name, published)
-        source = await self._weight_sync.fetch(published)
-        return await self._service.stage_weights(source)
+        return await self._service.stage_weights(await self._fetch(published))
+
+    async def _fetch(self, published: PublishedWeights) -> WeightSource:
+        sources = []
+        for part in published.split():
+            await self._weight_sync.attach(self._name, part)
+            sources.append(await self._weight_sync.fetch(part))
+        return WeightSource.joined(published.manifest, sources)
 
     async def commit(self, version: int, mode: SwitchMode) -> None:
         """Switch; from then on the worker leases with `version`."""
@@ -277,6 +283,14 @@ class RolloutReplica(RolloutControl):
             self._pulling = True
             self._host.run(self._worker)
         self._worker.version_changed()
+
+    async def compare(self, published: PublishedWeights) -> str:
+        """Fetch once more and compare."""
+        if not isinstance(self._service, SupportsReadback):
+            raise UnsupportedCapabilityError(
+                f"{self._name} cannot give its weights back to be compared", service=self._name
+            )
+        return await first_difference(await self._fetch(published), self._service)
 
     async def stats(self) -> RolloutStats:
         """Of the engine."""

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from asyncflow_core.config import PartConfig, SamplingConfig, Section, StageConfig
 from asyncflow_core.services.base import Service
-from asyncflow_core.services.data_store import DataStore
+from asyncflow_core.services.data_store import DataStore, TaskSpec
 
 __all__ = [
     "BareRole",
@@ -23,26 +23,8 @@ __all__ = [
     "RolloutRole",
     "RunningProcess",
     "StageRole",
-    "TaskConfig",
     "TrainerRole",
 ]
-
-
-class TaskConfig(Section):
-    """A `TaskSpec` that can be written down."""
-
-    name: str
-    """Unique among tasks."""
-    reads: tuple[str, ...]
-    """Columns read."""
-    writes: tuple[str, ...] = ()
-    """Columns written."""
-    whole_groups: bool = False
-    """Whether groups are handed out whole."""
-    partitions: tuple[str, ...] = ("train",)
-    """Rows seen."""
-    order: Literal["any", "admitted", "step"] = "any"
-    """What a lease's version means."""
 
 
 class BareRole(Section):
@@ -55,7 +37,7 @@ class RolloutRole(Section):
     """Generate what is leased from the store."""
 
     role: Literal["rollout"] = "rollout"
-    task: TaskConfig
+    task: TaskSpec
     """The rollout's task."""
     sampling: SamplingConfig
     """How responses are drawn."""
@@ -69,7 +51,7 @@ class TrainerRole(Section):
     """Rank 0: lease for all ranks, train steps, publish weights."""
 
     role: Literal["trainer"] = "trainer"
-    task: TaskConfig
+    task: TaskSpec
     """The trainer's task."""
     loss: PartConfig
     """What is minimised."""
@@ -95,13 +77,15 @@ class RankRole(Section):
     """A further rank of the trainer."""
 
     role: Literal["rank"] = "rank"
+    weight_sync: PartConfig | None = None
+    """Where this rank's share of the weights goes; None if rank 0 yields them all."""
 
 
 class StageRole(Section):
     """Work on a stage's task."""
 
     role: Literal["stage"] = "stage"
-    task: TaskConfig
+    task: TaskSpec
     """The stage's task."""
     stage: StageConfig
     """What runs."""
@@ -138,7 +122,9 @@ class ProcessSpec(Section):
     token: str = Field(repr=False)
     """Secret of the run."""
     store: str = ""
-    """Address of the data store."""
+    """Address of a data store that core serves."""
+    store_part: PartConfig | None = Field(default=None, repr=False)
+    """How to use a data store that serves itself."""
     tokenizer: PartConfig | None = None
     """Of the run, for stages that need texts."""
     python: str

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
 
-from asyncflow_core.errors import PluginNotFoundError
+from asyncflow_core.errors import ConfigError, PluginNotFoundError
 from asyncflow_core.flow.serve import INTERFACES, SUPPORTS
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
@@ -15,6 +16,8 @@ from asyncflow_core.services.base import Service
 from asyncflow_core.wire import Client, remote
 
 __all__ = ["open_service"]
+
+_CALL_S = 600.0
 
 
 class _Opening:
@@ -26,8 +29,8 @@ class _Opening:
         plugin: str,
         client: Client | None,
         timeout_s: float | None,
-        registry: Registry,
-        options: Any,
+        registry: Registry | None,
+        options: Mapping[str, Any],
     ) -> None:
         self._kind = kind
         self._plugin = plugin
@@ -38,12 +41,14 @@ class _Opening:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Any:
-        if self._kind not in INTERFACES:
-            raise PluginNotFoundError(
-                f"{self._kind!r} is not a service; services are {', '.join(INTERFACES)}"
-            )
+        async with AsyncExitStack() as stack:
+            opened = await self._open(stack)
+            self._stack = stack.pop_all()
+            return opened
+
+    async def _open(self, stack: AsyncExitStack) -> Any:
         if self._client is not None:
-            client = await self._stack.enter_async_context(self._client)
+            client = await stack.enter_async_context(self._client)
             served: Service = remote(
                 INTERFACES[self._kind],
                 client,
@@ -51,11 +56,12 @@ class _Opening:
                 supports=_offered(client, self._kind),
                 timeout_s=self._timeout_s,
             )
-            return await self._stack.enter_async_context(served)
-        plugin = self._registry.get(self._kind, self._plugin)
-        context = PartContext(name=self._kind, registry=self._registry)
+            return await stack.enter_async_context(served)
+        registry = self._registry or Registry()
+        plugin = registry.get(self._kind, self._plugin)
+        context = PartContext(name=self._kind, registry=registry)
         service: Service = plugin.factory(plugin.parse_options(self._options), context)
-        return await self._stack.enter_async_context(service)
+        return await stack.enter_async_context(service)
 
     async def __aexit__(
         self,
@@ -72,9 +78,10 @@ def open_service(
     *,
     address: str = "",
     token: str = "",
-    timeout_s: float | None = 600.0,
+    timeout_s: float | None = _CALL_S,
     registry: Registry | None = None,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> _Opening:
     """Open one service for as long as an `async with` block lasts.
 
@@ -85,12 +92,32 @@ def open_service(
         token: secret that `asyncflow serve` was given.
         timeout_s: deadline of each call to a served one; None for none.
         registry: plugins to use; default: the installed ones.
-        options: of the plugin.
+        options: of the plugin, those that are called as one of these arguments.
+        more: all other options of the plugin.
+
+    Raises:
+        PluginNotFoundError: there is no such kind of service.
+        ConfigError: something was given that would have no effect.
     """
-    client = (
-        Client(address, name=f"{kind}-{secrets.token_hex(4)}", token=token) if address else None
-    )
-    return _Opening(kind, plugin, client, timeout_s, registry or Registry(), options)
+    if kind not in INTERFACES:
+        raise PluginNotFoundError(
+            f"{kind!r} is not a service; services are {', '.join(INTERFACES)}"
+        )
+    values = {**(options or {}), **more}
+    idle: dict[str, Any]
+    if address:
+        idle = {"plugin": plugin, "registry": registry, "options": values}
+        where = "a served one, which was given its own when it started"
+    else:
+        idle = {"token": token, "timeout_s": timeout_s != _CALL_S}
+        where = "one in this process; a plugin's option of that name goes into `options`"
+    given = [name for name, value in idle.items() if value]
+    if given:
+        raise ConfigError(f"{', '.join(given)} would have no effect on {where}")
+    client = None
+    if address:
+        client = Client(address, name=f"{kind}-{secrets.token_hex(4)}", token=token)
+    return _Opening(kind, plugin, client, timeout_s, registry, values)
 
 
 def _offered(client: Client, kind: str) -> list[type[Any]]:

@@ -7,7 +7,8 @@ import json
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow_core.batch import Batch, GroupKey
+from asyncflow_core.batch import Batch, GroupKey, Key
 from asyncflow_core.config import RunConfig
 from asyncflow_core.config_source import dump_yaml
 from asyncflow_core.errors import ConfigError
@@ -68,7 +69,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Close what `append` opened."""
-        for file in self._files.values():
+        for file in list(self._files.values()):
             file.close()
         self._files.clear()
 
@@ -94,8 +95,9 @@ def _environment() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Rewards:
-    """Rewards of one batch or one evaluation."""
+    """Rewards of one batch or one evaluation; `seen` has the rows they are of."""
 
+    seen: set[Key] = field(default_factory=set)
     values: list[float] = field(default_factory=list)
     tokens: int = 0
     errors: int = 0
@@ -103,22 +105,40 @@ class Rewards:
 
 
 class Recorder:
-    """Sees every rewarded row once, training and evaluation; writes it down and counts it.
+    """Sees every rewarded row, training and evaluation; writes it down and counts it, once.
 
     Evaluation rows are told apart by having no batch; the epoch of their key numbers evaluations.
+
+    Concurrency: rows are made readable and written on a thread, for long ones take their time.
     """
 
-    def __init__(self, folder: RunFolder, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, folder: RunFolder, tokenizer: Tokenizer | None, thread: Executor) -> None:
         """Write samples into `folder`; texts only where there is a tokenizer."""
         self._folder = folder
         self._tokenizer = tokenizer
+        self._thread = thread
         self._changed = asyncio.Event()
         self.batches: defaultdict[int, Rewards] = defaultdict(Rewards)
         self.evaluations: defaultdict[int, Rewards] = defaultdict(Rewards)
 
-    def observe(self, rows: Sequence[RowInfo], batch: Batch) -> None:
-        """Take rewarded rows."""
-        errors = batch["reward_error"] if "reward_error" in batch else [None] * len(rows)
+    async def observe(self, rows: Sequence[RowInfo], batch: Batch) -> None:
+        """Take rewarded rows; those that were seen before, under a lease that was lost, are not."""
+        new = [at for at, info in enumerate(rows) if info.key not in self._rewards(info).seen]
+        rows, batch = [rows[at] for at in new], batch.take(new)
+        for info in rows:
+            self._rewards(info).seen.add(info.key)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._write, rows, batch)
+        for info, reward, tokens, error in zip(
+            rows,
+            batch["reward"].array.tolist(),
+            batch["response_ids"].lengths.tolist(),
+            _errors(batch),
+            strict=True,
+        ):
+            self._count(info, reward, tokens, error)
+        self._changed.set()
+
+    def _write(self, rows: Sequence[RowInfo], batch: Batch) -> None:
         prompts: dict[GroupKey, Any] = {}  # shared by a group, so decoded once
         records = []
         for info, prompt, response, reward, versions, reason, error in zip(
@@ -128,10 +148,9 @@ class Recorder:
             batch["reward"].array.tolist(),
             batch["versions"],
             batch["finish_reason"],
-            errors,
+            _errors(batch),
             strict=True,
         ):
-            self._count(info, reward, len(response), error)
             if info.key.group not in prompts:
                 prompts[info.key.group] = self._readable(prompt)
             record = {
@@ -145,12 +164,14 @@ class Recorder:
             }
             records.append(record if error is None else {**record, "reward_error": error})
         self._folder.append("samples.jsonl", records)
-        self._changed.set()
+
+    def _rewards(self, info: RowInfo) -> Rewards:
+        if info.batch is None:
+            return self.evaluations[info.key.epoch]
+        return self.batches[info.batch]
 
     def _count(self, info: RowInfo, reward: float, tokens: int, error: str | None) -> None:
-        rewards = (
-            self.evaluations[info.key.epoch] if info.batch is None else self.batches[info.batch]
-        )
+        rewards = self._rewards(info)
         rewards.values.append(reward)
         rewards.tokens += tokens
         if error is not None:
@@ -166,11 +187,15 @@ class Recorder:
         return self.batches.pop(batch)
 
     async def wait_evaluation(self, epoch: int, rows: int) -> Rewards:
-        """The rewards of an evaluation, once `rows` of it were seen."""
+        """The rewards of an evaluation, once `rows` of it were seen; it is then forgotten."""
         await self._wait(self.evaluations, epoch, rows)
-        return self.evaluations[epoch]
+        return self.evaluations.pop(epoch)
 
     async def _wait(self, found: defaultdict[int, Rewards], number: int, rows: int) -> None:
         while len(found[number].values) < rows:
             self._changed.clear()
             await self._changed.wait()
+
+
+def _errors(batch: Batch) -> Iterable[str | None]:
+    return batch["reward_error"] if "reward_error" in batch else [None] * batch.rows

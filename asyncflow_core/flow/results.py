@@ -37,7 +37,7 @@ class Summary:
         max_staleness_allowed, max_staleness_trained, mean_staleness_trained: in versions.
         max_staleness_updates: in optimizer updates.
         rows_put, rows_trained: training rows. rows_evaluated: held-out rows.
-        rows_dropped_by_reason: reason to rows.
+        rows_dropped_by_reason: cause to rows.
         reward_errors: rows whose verifier raised.
         busy_rollout, busy_trainer: share of `wall_s` the engines worked, mean over replicas.
     """

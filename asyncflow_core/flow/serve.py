@@ -19,11 +19,12 @@ from pydantic import ValidationError
 
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.control import RankControl
-from asyncflow_core.flow.host import CONTROLS, Host
+from asyncflow_core.flow.host import CONTROLS, Host, build_part
 from asyncflow_core.flow.launch import BareRole, ProcessSpec
+from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.data_store import DataStore
-from asyncflow_core.services.rollout import Rollout, SupportsPause
+from asyncflow_core.services.rollout import Rollout, SupportsPause, SupportsReadback
 from asyncflow_core.services.trainer import SupportsModelExport, Trainer
 from asyncflow_core.services.weight_sync import WeightSync
 from asyncflow_core.wire import Client, Server, remote, serve_object, serve_service
@@ -44,7 +45,7 @@ INTERFACES: dict[str, type[Any]] = {
 """The interface of each service kind."""
 
 SUPPORTS: dict[str, tuple[type[Any], ...]] = {
-    "rollout": (SupportsPause,),
+    "rollout": (SupportsPause, SupportsReadback),
     "trainer": (SupportsModelExport,),
 }
 """What a service of a kind may offer beyond its interface."""
@@ -79,7 +80,8 @@ def _end_with_the_run() -> None:
 
 async def _serve(spec: ProcessSpec) -> int:
     async with AsyncExitStack() as stack:
-        store = await _connect_store(spec, stack) if spec.store else None
+        registry = Registry()
+        store = await _connect_store(spec, registry, stack)
 
         async def connect(address: str, name: str) -> RankControl:
             client = Client(address, name=spec.name, token=spec.token, connect_s=600.0)
@@ -87,7 +89,7 @@ async def _serve(spec: ProcessSpec) -> int:
             found: RankControl = remote(RankControl, client, name, timeout_s=None)
             return found
 
-        host = Host(spec, store, Registry(), connect)
+        host = Host(spec, store, registry, connect)
         await host.open()
         stack.push_async_callback(host.aclose)
         server = Server(spec.address, name=spec.name, token=spec.token)
@@ -106,7 +108,15 @@ async def _serve(spec: ProcessSpec) -> int:
         return await serve_until_stopped(host.failed)
 
 
-async def _connect_store(spec: ProcessSpec, stack: AsyncExitStack) -> DataStore:
+async def _connect_store(
+    spec: ProcessSpec, registry: Registry, stack: AsyncExitStack
+) -> DataStore | None:
+    if spec.store_part is not None:
+        context = PartContext(name=spec.name, registry=registry)
+        own: DataStore = build_part(registry, "data_store", spec.store_part, context)
+        return await stack.enter_async_context(own)
+    if not spec.store:
+        return None
     client = Client(spec.store, name=spec.name, token=spec.token)
     await stack.enter_async_context(client)
     store: DataStore = remote(DataStore, client, "store")

@@ -13,11 +13,10 @@ from asyncflow_core.flow.launch import (
     RankRole,
     RolloutRole,
     StageRole,
-    TaskConfig,
     TrainerRole,
 )
 from asyncflow_core.flow.plan import Plan
-from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_core.services.trainer import TrainerCapabilities
 
 __all__ = ["in_processes", "process_specs"]
 
@@ -28,14 +27,21 @@ def in_processes(stage: StageConfig) -> bool:
 
 
 def process_specs(
-    plan: Plan, *, run_dir: Path, store: str, token: str, log_dir: Path
+    plan: Plan,
+    *,
+    run_dir: Path,
+    store: str,
+    store_part: PartConfig | None = None,
+    token: str,
+    log_dir: Path,
 ) -> Iterator[ProcessSpec]:
     """Every process of a run: rollout replicas, trainer ranks, stages by `module:name`.
 
     Args:
         plan: the checked configuration.
         run_dir: for sockets; ipc addresses are made of it.
-        store: address of the data store.
+        store: address of a data store that core serves.
+        store_part: how to use one that serves itself.
         token: secret of the run.
         log_dir: where output goes, a file a process.
     """
@@ -53,6 +59,7 @@ def process_specs(
             address=f"ipc://{run_dir}/{name}.sock",
             token=token,
             store=store,
+            store_part=store_part,
             tokenizer=_part(plan, "tokenizer"),
             python=section.python if section else sys.executable,
             env={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
@@ -63,7 +70,7 @@ def process_specs(
     share = len(config.rollout.devices) // config.rollout.replicas
     for number in range(config.rollout.replicas):
         role = RolloutRole(
-            task=_task(plan.tasks["rollout"]),
+            task=plan.tasks["rollout"],
             sampling=config.rollout.sampling,
             rows_in_flight=config.rollout.rows_in_flight,
             weight_sync=weight_sync,
@@ -89,7 +96,9 @@ def process_specs(
             options=chosen.options,
             rank=rank,
             world_size=config.trainer.world_size,
-            role=RankRole() if rank else _trainer_role(plan, weight_sync, run_dir),
+            role=_rank_role(plan, weight_sync)
+            if rank
+            else _trainer_role(plan, weight_sync, run_dir),
         )
     for name, stage in config.stages.items():
         if in_processes(stage):
@@ -98,14 +107,14 @@ def process_specs(
                     f"{name}-{number}",
                     None,
                     kind="stage",
-                    role=StageRole(task=_task(plan.tasks[name]), stage=stage),
+                    role=StageRole(task=plan.tasks[name], stage=stage),
                 )
 
 
 def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> TrainerRole:
     config, flow = plan.config, plan.config.workflow
     return TrainerRole(
-        task=_task(plan.tasks["train"]),
+        task=plan.tasks["train"],
         loss=_part(plan, "loss"),
         groups_per_step=flow.groups_per_step,
         group_size=flow.group_size,
@@ -120,17 +129,11 @@ def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> Trainer
     )
 
 
+def _rank_role(plan: Plan, weight_sync: PartConfig) -> RankRole:
+    able: TrainerCapabilities = plan.chosen["trainer"].capabilities
+    return RankRole(weight_sync=weight_sync if able.sharded_export else None)
+
+
 def _part(plan: Plan, section: str) -> PartConfig:
     chosen = plan.chosen[section]
     return PartConfig(plugin=chosen.plugin.name, options=chosen.dump())
-
-
-def _task(task: TaskSpec) -> TaskConfig:
-    return TaskConfig(
-        name=task.name,
-        reads=task.reads,
-        writes=task.writes,
-        whole_groups=task.whole_groups,
-        partitions=task.partitions,
-        order=task.order.value,
-    )

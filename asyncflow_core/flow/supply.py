@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from itertools import islice
 
 import numpy as np
 
@@ -36,14 +38,18 @@ def row_bytes(prompt_tokens: int, new_tokens: int) -> int:
 class Supply:
     """Feeds the store.
 
-    Concurrency: `admit` and `watch_drops` are a task each, the second for the whole run.
+    Concurrency: `admit` and `watch_drops` are a task each, the second for the whole run. Prompts
+    are made on a thread: a plugin may take its time, and the event loop serves every process.
     """
 
-    def __init__(self, store: DataStore, prompts: Prompts, config: RunConfig) -> None:
-        """Start at version 0, with the first prompt of epoch 0."""
+    def __init__(
+        self, store: DataStore, prompts: Prompts, config: RunConfig, thread: Executor
+    ) -> None:
+        """Start at version 0, with the first prompt of epoch 0; `thread` runs a call at a time."""
         self._store = store
         self._prompts = prompts
         self._config = config
+        self._thread = thread
         flow = config.workflow
         self._admission = Admission(
             groups_per_step=flow.groups_per_step, steps=flow.steps, max_staleness=flow.bound
@@ -66,11 +72,9 @@ class Supply:
         evaluation = self._config.evaluation
         if evaluation is None:
             return 0
-        records = []
-        for record in self._prompts.evaluation():
-            records.append(record)
-            if len(records) == evaluation.limit:
-                break
+        records = await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: list(islice(self._prompts.evaluation(), evaluation.limit))
+        )
         keys = [GroupKey(EVALUATION, epoch, number) for number in range(len(records))]
         await self._put(records, keys, evaluation.samples, None, "eval")
         rows = len(records) * evaluation.samples
@@ -86,12 +90,17 @@ class Supply:
             while (batch := self._admission.next()) is not None:
                 places[batch] = places.get(batch, 0) + 1
             for batch, groups in places.items():
-                drawn = [next(self._training) for _ in range(groups)]
+                drawn = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._draw, groups
+                )
                 size = self._config.workflow.group_size
                 await self._put(
                     [record for _, record in drawn], [key for key, _ in drawn], size, batch, "train"
                 )
                 self.rows_put += groups * size
+
+    def _draw(self, groups: int) -> list[tuple[GroupKey, PromptRecord]]:
+        return list(islice(self._training, groups))
 
     def _cycle(self) -> Iterator[tuple[GroupKey, PromptRecord]]:
         epoch = 0

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
+from asyncflow_core.config import WeightSyncConfig
 from asyncflow_core.errors import AsyncFlowError, ServiceError
 from asyncflow_core.flow.control import RolloutControl, TrainerControl
-from asyncflow_core.flow.weights import Commit, Fail, Instruction, Retire, Stage, WeightProtocol
+from asyncflow_core.flow.weights import (
+    Commit,
+    Compare,
+    Fail,
+    Instruction,
+    Retire,
+    Stage,
+    WeightProtocol,
+)
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import PublishedWeights
 
 __all__ = ["Switching"]
+
+_log = logging.getLogger(__name__)
 
 
 class Switching:
@@ -28,17 +40,29 @@ class Switching:
         trainer: TrainerControl,
         mode: SwitchMode,
         group: asyncio.TaskGroup,
+        config: WeightSyncConfig,
     ) -> None:
-        """Take connected processes and the task group of the run."""
-        self._replicas = replicas
+        """Take connected processes, the task group of the run, and its limits."""
+        self._replicas = dict(replicas)
         self._trainer = trainer
         self._mode = mode
         self._group = group
-        self._protocol = WeightProtocol()
-        self._published: dict[int, PublishedWeights] = {}
+        self._protocol = WeightProtocol(
+            stage_timeout_s=config.stage_timeout_s,
+            commit_timeout_s=config.commit_timeout_s,
+            attempts=config.attempts,
+            compare_every=config.verify_every,
+        )
+        self._published: dict[tuple[int, int], PublishedWeights] = {}
         self._settled = asyncio.Event()
         self.stage_s = 0.0
         """Seconds the last stage took."""
+        self.commit_s = 0.0
+        """Seconds the last commit took; with drain, the wait for running responses included."""
+        self.failures = 0
+        """Stages and commits that failed and were tried again."""
+        self.compared = 0
+        """Comparisons, bit for bit, that found no difference."""
 
     def start(self) -> None:
         """Let all replicas join, and watch deadlines."""
@@ -48,12 +72,24 @@ class Switching:
 
     def published(self, weights: PublishedWeights) -> None:
         """A new version can be fetched."""
-        version = weights.manifest.version
-        self._published[version] = weights
-        self._settled.clear()
-        self._carry_out(
-            self._protocol.published(version, weights.manifest.checksum, time.monotonic())
+        manifest = weights.manifest
+        found = self._protocol.published(
+            manifest.version, manifest.checksum, time.monotonic(), life=manifest.life
         )
+        self._published[manifest.life, manifest.version] = weights
+        self._settled.clear()
+        self._carry_out(found)
+
+    def joined(self, replica: str, control: RolloutControl) -> None:
+        """A replica came up again, with nothing confirmed: it catches up first."""
+        self._replicas[replica] = control
+        self._settled.clear()
+        self._carry_out(self._protocol.join(replica, time.monotonic()))
+
+    def left(self, replica: str) -> None:
+        """A replica is gone; nobody waits for it any more."""
+        self._replicas.pop(replica, None)
+        self._carry_out(self._protocol.leave(replica))
 
     def waiting(self) -> list[str]:
         """One line for each replica that is on its way to a version."""
@@ -71,13 +107,15 @@ class Switching:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Stage(replica, version, call):
-                    self._spawn(self._stage(replica, version, call))
+                case Stage(replica, version, call, life):
+                    self._spawn(self._stage(replica, self._published[life, version], call))
                 case Commit(replica, version, call):
                     self._spawn(self._commit(replica, version, call))
-                case Retire(version):
-                    del self._published[version]
-                    self._spawn(self._trainer.retire(version))
+                case Compare(replica, version, call, life):
+                    self._spawn(self._compare(replica, self._published[life, version], call))
+                case Retire(version, life):
+                    self._published.pop((life, version), None)
+                    self._spawn(self._trainer.retire(version, life))
                 case Fail(replica, version, reason):
                     self._spawn(_fail(replica, version, reason))
         if self._published and self._protocol.settled():
@@ -86,22 +124,38 @@ class Switching:
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         self._group.create_task(call)
 
-    async def _stage(self, replica: str, version: int, call: int) -> None:
+    async def _stage(self, replica: str, published: PublishedWeights, call: int) -> None:
         try:
-            staged = await self._replicas[replica].stage(self._published[version])
+            staged = await self._replicas[replica].stage(published)
         except AsyncFlowError as error:
-            self._carry_out(self._protocol.failed(replica, call, str(error), time.monotonic()))
+            self._failed(replica, call, error)
             return
         self.stage_s = staged.wall_s
         self._carry_out(self._protocol.staged(replica, call, staged.checksum, time.monotonic()))
 
     async def _commit(self, replica: str, version: int, call: int) -> None:
+        start = time.perf_counter()
         try:
             await self._replicas[replica].commit(version, self._mode)
         except AsyncFlowError as error:
-            self._carry_out(self._protocol.failed(replica, call, str(error), time.monotonic()))
+            self._failed(replica, call, error)
             return
+        self.commit_s = time.perf_counter() - start
         self._carry_out(self._protocol.committed(replica, call, time.monotonic()))
+
+    async def _compare(self, replica: str, published: PublishedWeights, call: int) -> None:
+        try:
+            difference = await self._replicas[replica].compare(published)
+        except AsyncFlowError as error:
+            self._failed(replica, call, error)
+            return
+        self.compared += not difference
+        self._carry_out(self._protocol.compared(replica, call, difference, time.monotonic()))
+
+    def _failed(self, replica: str, call: int, error: AsyncFlowError) -> None:
+        _log.warning("%s failed to take weights: %s", replica, error)
+        self.failures += 1
+        self._carry_out(self._protocol.failed(replica, call, str(error), time.monotonic()))
 
 
 async def _fail(replica: str, version: int, reason: str) -> None:

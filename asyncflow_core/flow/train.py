@@ -18,19 +18,18 @@ from asyncflow_core.errors import LeaseLostError, ServiceError, StalenessViolati
 from asyncflow_core.flow.control import StepReport, TrainerControl
 from asyncflow_core.flow.fanout import Ranks
 from asyncflow_core.flow.micro_batches import split
-from asyncflow_core.flow.worker import LeaseKeeper
+from asyncflow_core.flow.worker import LeaseKeeper, first_failure
 from asyncflow_core.metrics import Means
 from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
-from asyncflow_core.services.trainer import LossSpec, SupportsModelExport, Trainer
-from asyncflow_core.services.weight_sync import PublishedWeights, WeightSync
+from asyncflow_core.services.trainer import LossSpec
+from asyncflow_core.services.weight_sync import PublishedWeights
 
 __all__ = ["TrainSettings", "TrainWorker"]
 
 _log = logging.getLogger(__name__)
 
 _WAIT_S = 5.0
-_SAY_AFTER_S = 30.0
-"""A step that waited this long for rows says so, and who holds them."""
+"""Seconds one lease call waits inside the store; it bounds nothing, the loop asks again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +86,12 @@ class TrainWorker(TrainerControl):
     def __init__(
         self,
         store: DataStore,
-        trainer: Trainer,
         ranks: Ranks,
-        weight_sync: WeightSync,
         settings: TrainSettings,
     ) -> None:
-        """Take opened services; `trainer` is rank 0's own."""
+        """Take an opened store, and the ranks of an opened trainer."""
         self._store = store
-        self._trainer = trainer
         self._ranks = ranks
-        self._weight_sync = weight_sync
         self._settings = settings
         self._keeper = LeaseKeeper(store, settings.lease_s)
         self._registration: Registration | None = None
@@ -106,34 +101,30 @@ class TrainWorker(TrainerControl):
         self._registration = await self._store.register(self._settings.task)
 
     async def publish(self, version: int, life: int) -> PublishedWeights:
-        """Export on all ranks, keep rank 0's buckets in the weight sync."""
-        return await self._ranks.export(
-            version,
-            lambda: self._weight_sync.publish(version, life, self._trainer.export_weights(version)),
-        )
+        """Export on all ranks; each publishes what it yields."""
+        return await self._ranks.export(version, life)
 
-    async def retire(self, version: int) -> None:
+    async def retire(self, version: int, life: int) -> None:
         """Give a version's memory back."""
-        await self._weight_sync.retire(version)
+        await self._ranks.retire(version, life)
 
     async def save_model(self, path: str) -> bool:
-        """Write the model, where the trainer can."""
-        if not isinstance(self._trainer, SupportsModelExport):
-            return False
-        await self._trainer.save_model(path)
-        return True
+        """Write the model, where the trainer can; all ranks take part."""
+        return await self._ranks.save_model(path)
 
     async def step(self, version: int) -> StepReport:
         """Train one global batch."""
         tally = _Tally()
-        # Waiting for the rest of a share, or computing a large one, may take longer than a lease.
-        keeping = asyncio.create_task(self._keeper.run())
         try:
-            for update in range(self._settings.updates_per_step):
-                await self._update(version, update, tally)
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                # Waiting for the rest of a share, or computing one, may take longer than a lease.
+                keeping = group.create_task(self._keeper.run())
+                for update in range(self._settings.updates_per_step):
+                    await self._update(version, update, tally)
+                keeping.cancel()
+        except BaseExceptionGroup as failures:
+            failure = first_failure(failures)
+            raise failure from failure.__cause__
         return StepReport(
             version=version + 1,
             rows=tally.rows,
@@ -218,7 +209,7 @@ class TrainWorker(TrainerControl):
 
     async def _lease(self, version: int, groups: int, tally: _Tally) -> list[_Held]:
         """Rows of up to `groups` further groups of this step's batch; waits for the first."""
-        start = said = time.perf_counter()
+        start = time.perf_counter()
         lease: Lease | None = None
         while lease is None:
             lease = await self._store.lease(
@@ -229,9 +220,6 @@ class TrainWorker(TrainerControl):
                 lease_s=self._settings.lease_s,
                 wait_s=_WAIT_S,
             )
-            if lease is None and time.perf_counter() - said > _SAY_AFTER_S:
-                said = time.perf_counter()
-                await self._say_who(version, groups, said - start)
         tally.wait_s += time.perf_counter() - start
         self._keeper.hold(lease.lease_id)
         rows = [_Held(lease, info) for info in lease.rows]
@@ -243,19 +231,6 @@ class TrainWorker(TrainerControl):
             rows = [row for row in rows if row.info.key.group not in surplus]
         self._check_staleness(version, rows)
         return rows
-
-    async def _say_who(self, version: int, groups: int, waited_s: float) -> None:
-        stats = await self._store.stats()
-        queues = {
-            name: {"ready": task.ready, "held": task.holders} for name, task in stats.tasks.items()
-        }
-        _log.warning(
-            "trainer step %d waits for %d groups since %.0f s; tasks: %s",
-            version,
-            groups,
-            waited_s,
-            queues,
-        )
 
     def _check_staleness(self, version: int, rows: Sequence[_Held]) -> None:
         for row in rows:

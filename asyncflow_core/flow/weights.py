@@ -88,6 +88,7 @@ class _Phase(StrEnum):
     FAILED = "failed"
 
 
+_NONE = _Weights(-1, -1)
 _ASKED = (_Phase.STAGING, _Phase.COMMITTING, _Phase.COMPARING)
 
 
@@ -95,7 +96,7 @@ _ASKED = (_Phase.STAGING, _Phase.COMMITTING, _Phase.COMPARING)
 class _Replica:
     serving: _Weights | None = None
     phase: _Phase = _Phase.IDLE
-    target: _Weights = _Weights(-1, -1)
+    target: _Weights = _NONE
     call: int = -1
     attempt: int = 0
     deadline: float = 0.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -56,32 +57,42 @@ def rollout_work(service: Rollout, sampling: SamplingParams, seed: int) -> Work:
     A prompt that the engine refuses is dropped with its reason; it would be refused again.
     """
 
-    async def work(lease: Lease, batch: Batch) -> AsyncIterator[Part]:
+    async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
         rows = {info.key: info for info in lease.rows}
         requests = [
             GenerateRequest(key, ids, sampling, sampling_seed(seed, key))
             for key, ids in zip(rows, batch["prompt_ids"], strict=True)
         ]
-        async for ended in _all_ready(service, requests):
-            refused: dict[str, list[RowInfo]] = {}
-            for item in ended:
-                if isinstance(item, tuple):
-                    refused.setdefault(item[1], []).append(rows[item[0]])
-            for reason, found in refused.items():
-                yield Part(found, drop=reason)
-            completions = [item for item in ended if isinstance(item, Completion)]
-            if completions:
-                yield Part(
-                    [rows[completion.key] for completion in completions],
-                    completions_to_batch(completions, sampling),
-                )
+        async with contextlib.aclosing(_all_ready(service, requests)) as lists:
+            async for ended in lists:
+                for part in _parts(ended, rows, sampling):
+                    yield part
 
     return work
 
 
+def _parts(
+    ended: Sequence[Completion | tuple[Key, str]],
+    rows: Mapping[Key, RowInfo],
+    sampling: SamplingParams,
+) -> Iterator[Part]:
+    refused: dict[str, list[RowInfo]] = {}
+    for item in ended:
+        if isinstance(item, tuple):
+            refused.setdefault(item[1], []).append(rows[item[0]])
+    for reason, found in refused.items():
+        yield Part(found, drop=reason)
+    completions = [item for item in ended if isinstance(item, Completion)]
+    if completions:
+        yield Part(
+            [rows[completion.key] for completion in completions],
+            completions_to_batch(completions, sampling),
+        )
+
+
 async def _all_ready(
     service: Rollout, requests: Sequence[GenerateRequest]
-) -> AsyncIterator[list[Completion | tuple[Key, str]]]:
+) -> AsyncGenerator[list[Completion | tuple[Key, str]], None]:
     """Completions in lists: all that ended while the last list was being dealt with."""
     ready: asyncio.Queue[Completion | tuple[Key, str] | None] = asyncio.Queue()
     pump = asyncio.create_task(_pump(service, requests, ready))
@@ -98,6 +109,7 @@ async def _all_ready(
         await pump
     finally:
         pump.cancel()
+        await asyncio.gather(pump, return_exceptions=True)
 
 
 async def _pump(
@@ -144,18 +156,18 @@ def stage_work(stage: Stage, contract: StageContract, name: str, executor: Execu
             ) from error
         return to_columns(columns, contract.writes, batch.rows, name)
 
-    async def work(lease: Lease, batch: Batch) -> AsyncIterator[Part]:
+    async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
         loop = asyncio.get_running_loop()
         yield Part(lease.rows, await loop.run_in_executor(executor, call, batch))
 
     return work
 
 
-def observer_work(observe: Callable[[Sequence[RowInfo], Batch], None]) -> Work:
-    """Hand rows to a function and acknowledge them."""
+def observer_work(observe: Callable[[Sequence[RowInfo], Batch], Awaitable[None]]) -> Work:
+    """Hand rows to a coroutine function and acknowledge them."""
 
-    async def work(lease: Lease, batch: Batch) -> AsyncIterator[Part]:
-        observe(lease.rows, batch)
+    async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
+        await observe(lease.rows, batch)
         yield Part(lease.rows)
 
     return work

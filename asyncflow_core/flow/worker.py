@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,7 +48,7 @@ class Part:
 class Work(Protocol):
     """What a worker does with a leased batch: yields parts, each of its rows in exactly one."""
 
-    def __call__(self, lease: Lease, batch: Batch) -> AsyncIterator[Part]:
+    def __call__(self, lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
         """Work on the rows of `lease`, whose read columns are `batch`, in the same order."""
         ...
 
@@ -217,11 +217,13 @@ class Worker:
         _, left = self._left[lease.lease_id]
         try:
             batch = await read_rows(self._store, lease, self._task.reads)
-            async for part in self._work(lease, batch):
-                await self._finish(lease, part)
-                for info in part.rows:
-                    del left[info.row]
-                self._hold(-len(part.rows))
+            # Closed here and now, so that an engine stops work on rows that went to others.
+            async with contextlib.aclosing(self._work(lease, batch)) as parts:
+                async for part in parts:
+                    await self._finish(lease, part)
+                    for info in part.rows:
+                        del left[info.row]
+                    self._hold(-len(part.rows))
         except LeaseLostError as error:
             _log.warning("%s: %s; the rows are done again elsewhere", self._requester, error)
         if left:  # not among the parts; rows of a lost lease are back already

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 
 from asyncflow_core.flow.plan import Plan
 from asyncflow_core.flow.record import Recorder
 from asyncflow_core.flow.specs import in_processes
 from asyncflow_core.flow.stages import make_stage
+from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.flow.work import observer_work, stage_work
 from asyncflow_core.flow.worker import Worker
 from asyncflow_core.parts import PartContext, StageContract, Tokenizer
@@ -38,7 +39,7 @@ def workers_here(
     ]
     for name, stage in plan.config.stages.items():
         for number in range(0 if in_processes(stage) else stage.workers):
-            executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-{number}")
+            executor = DaemonThread(f"{name}-{number}")
             stack.callback(executor.shutdown, wait=False, cancel_futures=True)
             context = PartContext(
                 name=f"{name}-{number}",
@@ -51,7 +52,7 @@ def workers_here(
 
 
 def _stage_worker(
-    plan: Plan, store: DataStore, name: str, context: PartContext, executor: ThreadPoolExecutor
+    plan: Plan, store: DataStore, name: str, context: PartContext, executor: Executor
 ) -> Worker:
     stage, task, chosen = (
         plan.config.stages[name],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from asyncflow_core.ledger.policies import Candidate, Fifo, LeasePolicy
 from asyncflow_core.ledger.rows import Admission, Group, locate, row_number, samples_in
-from asyncflow_core.ledger.store import Claim, Effects, Grant, Ledger
+from asyncflow_core.ledger.store import Claim, Effects, Grant, Intake, Ledger
 
 __all__ = [
     "Admission",
@@ -17,6 +17,7 @@ __all__ = [
     "Fifo",
     "Grant",
     "Group",
+    "Intake",
     "LeasePolicy",
     "Ledger",
     "locate",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 
+from asyncflow_core.batch import GroupKey
 from asyncflow_core.ledger.rows import Group
 from asyncflow_core.services.data_store import DroppedGroup
 
@@ -14,7 +16,7 @@ class DropLog:
     """Counters, and the last `length` dropped groups.
 
     Attributes:
-        rows: reason to rows.
+        rows: cause to rows.
         last_serial: of the group dropped last; 0 when none was.
     """
 
@@ -25,8 +27,9 @@ class DropLog:
         self._groups: deque[DroppedGroup] = deque(maxlen=length)
 
     def add_rows(self, count: int, reason: str) -> None:
-        """Count rows."""
-        self.rows[reason] = self.rows.get(reason, 0) + count
+        """Count rows by what stands before the details, which differ from row to row."""
+        cause = reason.partition(": ")[0]
+        self.rows[cause] = self.rows.get(cause, 0) + count
 
     def add_group(self, group: Group, reason: str) -> None:
         """Log a group of which no row is left."""
@@ -35,6 +38,22 @@ class DropLog:
         self._groups.append(
             DroppedGroup(self.last_serial, group.key, admission.batch, admission.partition, reason)
         )
+
+    def dump(self) -> tuple[dict[str, int], list[tuple[object, ...]]]:
+        """Counters and groups, for `load`."""
+        groups = [(d.serial, tuple(d.group), d.batch, d.partition, d.reason) for d in self._groups]
+        return dict(self.rows), [tuple(group) for group in groups]
+
+    def load(
+        self,
+        rows: Mapping[str, int],
+        groups: Iterable[tuple[int, tuple[int, int, int], int | None, str, str]],
+    ) -> None:
+        """Know what a `dump` knew."""
+        self.rows.update(rows)
+        for serial, key, batch, partition, reason in groups:
+            self._groups.append(DroppedGroup(serial, GroupKey(*key), batch, partition, reason))
+            self.last_serial = serial
 
     def after(self, serial: int) -> tuple[DroppedGroup, ...]:
         """The logged groups above a serial, in order; costs what it returns."""

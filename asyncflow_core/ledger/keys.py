@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from asyncflow_core.batch import GroupKey
 
 __all__ = ["KnownKeys"]
@@ -20,17 +22,34 @@ class KnownKeys:
 
     def __contains__(self, key: GroupKey) -> bool:
         """Whether the group was ever added."""
-        source = key[:2]
-        above = self._above.get(source, ())
-        return key.sequence < self._watermarks.get(source, 0) or key.sequence in above
+        source, sequence = key[:2], key[2]
+        return sequence < self._watermarks.get(source, 0) or sequence in self._above.get(source, ())
+
+    def dump(self) -> list[tuple[int, int, int, list[int]]]:
+        """(source, epoch, watermark, sequences above it), for `load`."""
+        return [
+            (*source, watermark, sorted(self._above.get(source, ())))
+            for source in self._watermarks.keys() | self._above.keys()
+            for watermark in [self._watermarks.get(source, 0)]
+        ]
+
+    def load(self, dumped: Iterable[tuple[int, int, int, Iterable[int]]]) -> None:
+        """Know what a `dump` knew."""
+        for source, epoch, watermark, above in dumped:
+            self._watermarks[source, epoch] = watermark
+            self._above[source, epoch] = set(above)
 
     def add(self, key: GroupKey) -> None:
         """Remember a group."""
-        source = key[:2]
+        source, sequence = key[:2], key[2]
         watermark = self._watermarks.get(source, 0)
-        above = self._above.setdefault(source, set())
-        above.add(key.sequence)
-        while watermark in above:
+        if sequence != watermark:
+            if sequence > watermark:
+                self._above.setdefault(source, set()).add(sequence)
+            return
+        watermark += 1
+        above = self._above.get(source)
+        while above and watermark in above:
             above.remove(watermark)
             watermark += 1
         self._watermarks[source] = watermark

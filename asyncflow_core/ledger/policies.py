@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from asyncflow_core.batch import GroupKey
-from asyncflow_core.ledger.rows import Group, samples_in
+from asyncflow_core.ledger.rows import Group, View, samples_in
 
 __all__ = ["Budget", "Candidate", "Fifo", "LeasePolicy"]
 
@@ -19,12 +19,13 @@ __all__ = ["Budget", "Candidate", "Fifo", "LeasePolicy"]
 class Candidate:
     """The ready rows of one group."""
 
-    __slots__ = ("group", "mask")
+    __slots__ = ("group", "mask", "view")
 
-    def __init__(self, group: Group, mask: int) -> None:
-        """The rows of `mask` in `group`."""
+    def __init__(self, group: Group, view: View) -> None:
+        """The rows of `group` that a task, by its view, is offered."""
         self.group = group
-        self.mask = mask
+        self.view = view
+        self.mask = view.offered
 
     @property
     def key(self) -> GroupKey:
@@ -95,6 +96,11 @@ class Budget:
         self._tokens = math.inf if limit_tokens is None else limit_tokens
         self._started = False
         self.full = False
+
+    @property
+    def window(self) -> int:
+        """Groups worth looking at next: no more than may fit, nor too many to put back."""
+        return 16 if self._rows == math.inf else max(1, min(64, int(self._rows)))
 
     def take(self, candidate: Candidate, *, whole: bool) -> int:
         """The rows of a candidate that still fit; all or none of them when `whole`."""

@@ -61,6 +61,14 @@ class TaskTable:
         given = set(admission.columns)
         return [full if name in given else 0 for name in self._columns]
 
+    def by_number(self, masks: Mapping[str, int]) -> list[int]:
+        """Rows by column name, as a group's presence list."""
+        return [masks.get(name, 0) for name in self._columns]
+
+    def by_name(self, has: list[int]) -> dict[str, int]:
+        """Inverse of `by_number`, without columns that no row has."""
+        return {name: mask for name, mask in zip(self._columns, has, strict=False) if mask}
+
     def stats(self) -> dict[str, TaskStats]:
         """Name to queue."""
         return {name: task.stats() for name, task in self._tasks.items()}

@@ -160,7 +160,10 @@ class Group:
 
     def view(self, task: Task) -> View:
         """How `task`, which sees the group, sees it."""
-        return next(view for view in self.views if view.task is task)
+        for view in self.views:
+            if view.task is task:
+                return view
+        raise KeyError(task.spec.name)
 
     def ready(self, view: View) -> int:
         """Living rows with all columns the task reads, neither leased nor done."""

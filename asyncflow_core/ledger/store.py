@@ -11,7 +11,7 @@ waiters, free payload, admit producers) is collected in `Effects`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from asyncflow_core.services.data_store import (
     TaskSpec,
 )
 
-__all__ = ["Claim", "Effects", "Grant", "Ledger"]
+__all__ = ["Claim", "Effects", "Grant", "Intake", "Ledger"]
 
 
 @dataclass(slots=True)
@@ -61,7 +61,9 @@ class Effects:
     @property
     def freed(self) -> list[int]:
         """The rows of `gone` by number."""
-        return [row_number(g.number, sample) for g, mask in self.gone for sample in samples_in(mask)]
+        return [
+            row_number(g.number, sample) for g, mask in self.gone for sample in samples_in(mask)
+        ]
 
 
 class Claim(NamedTuple):
@@ -89,6 +91,45 @@ class Grant(NamedTuple):
     lease_id: int
     task: TaskSpec
     picks: list[tuple[Group, int]]
+
+
+class Intake:
+    """Puts groups of one admission: what they have in common is looked up once."""
+
+    def __init__(self, ledger: Ledger, admission: Admission) -> None:
+        """Of a checked admission; made by `Ledger.intake`."""
+        self._ledger = ledger
+        self._admission = admission
+        self._has = ledger._tasks.presence(admission)
+        self._full = (1 << admission.samples) - 1
+        self._views = [
+            (task, all(self._has[column] for column in task.reads))
+            for task in ledger._tasks.seeing(admission.partition)
+        ]
+        ledger._effects.ready.update(task.spec.name for task, ready in self._views if ready)
+
+    def put(self, key: GroupKey, *, tokens: int, oldest: int | None, place: int) -> int:
+        """Store a group that is not known and fits; its number."""
+        if min(key) < 0:
+            raise DataError(f"group key {tuple(key)} has a negative part; count from 0")
+        ledger = self._ledger
+        ledger._last_group += 1
+        views = tuple([View(task) for task, _ in self._views])
+        group = Group(
+            ledger._last_group,
+            key,
+            self._admission,
+            tokens=tokens,
+            oldest=oldest,
+            has=self._has.copy(),
+            views=views,
+        )
+        group.place = place
+        ledger._add(group)
+        for view, (task, ready) in zip(views, self._views, strict=True):
+            if ready:
+                task.offer_new(group, view, self._full)
+        return group.number
 
 
 class Ledger:
@@ -211,29 +252,26 @@ class Ledger:
         """
         if key in self._known:
             return None
-        if min(key) < 0:
-            raise DataError(f"group key {tuple(key)} has a negative part; count from 0")
-        self.check_admission(admission)
+        intake = self.intake(admission)
         if not self.fits(admission):
             raise BackpressureError(f"group {tuple(key)} does not fit now; wait for credit")
-        tasks = self._tasks.seeing(admission.partition)
-        self._last_group += 1
-        group = Group(
-            self._last_group,
-            key,
-            admission,
-            tokens=tokens,
-            oldest=oldest,
-            has=self._tasks.presence(admission),
-            views=tuple(View(task) for task in tasks),
-        )
-        group.place = place
-        self._known.add(key)
-        self._groups[group.number] = self._by_key[key] = group
-        self._credit.take(admission, admission.samples)
-        self._rows_put += admission.samples
-        self._settle(group)
-        return group.number
+        return intake.put(key, tokens=tokens, oldest=oldest, place=place)
+
+    def intake(self, admission: Admission) -> Intake:
+        """For many groups of one admission; good until tasks change.
+
+        Raises:
+            DataError: the groups could never move through the store.
+        """
+        self.check_admission(admission)
+        return Intake(self, admission)
+
+    def _add(self, group: Group) -> None:
+        """Take a new group, whose views are in line with the queues."""
+        self._known.add(group.key)
+        self._groups[group.number] = self._by_key[group.key] = group
+        self._credit.take(group.admission, group.alive.bit_count())
+        self._rows_put += group.alive.bit_count()
 
     def drop(self, keys: Iterable[Key], *, reason: str) -> int:
         """Take rows out for every task; returns how many were there.
@@ -380,6 +418,62 @@ class Ledger:
                 self._commit_rows(lease, number, mask & part.held, tokens or {}, oldest or {})
         return CommitResult(committed, repeated, dropped)
 
+    def redo(
+        self,
+        task: str,
+        rows: Sequence[int],
+        *,
+        tokens: Mapping[int, int],
+        oldest: Mapping[int, int | None],
+    ) -> None:
+        """Commit rows without a lease: for shells that read back what was committed before."""
+        for number, mask in masks_by_group(rows).items():
+            group = self._groups[number]
+            view = next(v for v in group.views if v.task.spec.name == task)
+            new = mask & group.alive & ~view.done
+            if new:
+                self._complete(group, view, new, tokens, oldest)
+                self._settle(group)  # unlike leased rows, these may stand in the queue
+
+    def undo(self, task: str, rows: Sequence[int]) -> int:
+        """Let a task have living rows again that it committed; returns how many there were."""
+        count = 0
+        for number, mask in masks_by_group(rows).items():
+            group = self._groups[number]
+            view = next(v for v in group.views if v.task.spec.name == task)
+            again = mask & group.alive & view.done
+            view.done &= ~again
+            view.task.committed -= again.bit_count()
+            count += again.bit_count()
+            self._settle(group)
+        return count
+
+    def revive(self, old: Group, mask: int, done: Mapping[str, int]) -> Group:
+        """A group again of which no row is left, from what its shell kept of it.
+
+        Args:
+            old: as it was.
+            mask: rows that are to live.
+            done: task to rows it is done with, all of them for a task that is not named.
+        """
+        self._last_group += 1
+        views = []
+        for task in self._tasks.seeing(old.admission.partition):
+            view = View(task)
+            view.done = mask & done.get(task.spec.name, mask)
+            views.append(view)
+        group = Group(
+            self._last_group, old.key, old.admission,
+            tokens=0, oldest=None, has=old.has.copy(), views=tuple(views),
+        )  # fmt: skip
+        group.tokens, group.oldest, group.place = old.tokens, old.oldest, old.place
+        group.alive, group.completed = mask, old.completed
+        self._add(group)
+        self._free_done(group)
+        if group.alive:
+            self._settle(group)
+        return group
+
     def release(self, now: float, ref: BatchRef) -> None:
         """Give rows back, to the front of their queue; rows the lease does not hold are ignored."""
         self.advance(now)
@@ -406,6 +500,35 @@ class Ledger:
         return min(deadline, self._now + self._max_gap_s / 2)
 
     # For the shell
+
+    def find(self, key: GroupKey) -> Group | None:
+        """The group of a key; None when no row of it lives."""
+        return self._by_key.get(key)
+
+    def groups(self) -> Iterator[Group]:
+        """All groups of which a row lives."""
+        return iter(list(self._groups.values()))
+
+    def known_keys(self) -> KnownKeys:
+        """Every group key ever put, to be kept and given back by shells that outlive a process."""
+        return self._known
+
+    def presence(self, masks: Mapping[str, int]) -> list[int]:
+        """Column names to rows, as a group's `has`."""
+        return self._tasks.by_number(masks)
+
+    def columns_of(self, group: Group) -> dict[str, int]:
+        """Inverse of `presence`."""
+        return self._tasks.by_name(group.has)
+
+    def drop_log(self) -> DropLog:
+        """What was dropped, to be kept and given back by shells that outlive a process."""
+        return self._drops
+
+    def task_of(self, lease_id: int) -> TaskSpec | None:
+        """The task of a live or remembered lease."""
+        lease = self._leases.get(lease_id)
+        return None if lease is None else lease.task.spec
 
     def group(self, number: int) -> Group:
         """A group of which a row lives."""
@@ -454,16 +577,26 @@ class Ledger:
         """Take rows from the queue into `View.leased` until the budget is full."""
         picks = []
         whole = task.spec.whole_groups
-        while not budget.full and (groups := task.queue.pop(version, policy.window)):
-            window = [Candidate(group, group.view(task).offered) for group in groups]
+        fifo = isinstance(policy, Fifo)  # it sees no window: take as many as may be needed
+        while not budget.full:
+            groups = task.queue.pop(version, budget.window if fifo else policy.window)
+            if not groups:
+                break
+            window = [Candidate(group, group.view(task)) for group in groups]
+            left = []
             for candidate in policy.order(window, requester=requester, holders=task.holders):
                 mask = budget.take(candidate, whole=whole)
+                view = candidate.view
                 if mask:
-                    view = candidate.group.view(task)
                     view.leased |= mask
                     picks.append((candidate.group, view, mask))
-            for group in reversed(groups):  # what was not taken keeps its place
-                task.settle(group, group.view(task), front=True)
+                if mask == view.offered:
+                    task.take_all(view)
+                else:
+                    left.append(candidate.group.number)
+            for candidate in reversed(window) if left else ():  # what was not taken keeps its place
+                if candidate.group.number in left:
+                    task.settle(candidate.group, candidate.view, front=True)
         return picks
 
     def _unhold(self, lease: LeaseRecord, number: int, mask: int) -> tuple[Group, View]:
@@ -473,7 +606,8 @@ class Ledger:
         part.held &= ~mask
         view.leased &= ~mask
         if not part.held:
-            view.leases = tuple(other for other in view.leases if other is not lease)
+            others = view.leases
+            view.leases = () if len(others) == 1 else tuple(o for o in others if o is not lease)
         lease.task.hold(lease.requester, -mask.bit_count())
         lease.held -= mask.bit_count()
         if not lease.held:
@@ -499,21 +633,34 @@ class Ledger:
         tokens: Mapping[int, int],
         oldest: Mapping[int, int | None],
     ) -> None:
-        task = lease.task
         lease.parts[number].committed |= mask
         group, view = self._unhold(lease, number, mask)
+        self._complete(group, view, mask, tokens, oldest)
+
+    def _complete(
+        self,
+        group: Group,
+        view: View,
+        mask: int,
+        tokens: Mapping[int, int],
+        oldest: Mapping[int, int | None],
+    ) -> None:
+        """Rows are done for a task: its columns are there, and what nobody needs is freed."""
+        task = view.task
         view.done |= mask
         task.committed += mask.bit_count()
         for column in task.writes:
             group.has[column] |= mask
-        for sample in samples_in(mask):
-            row = row_number(number, sample)
-            group.tokens[sample] += tokens.get(row, 0)
-            version = oldest.get(row)
-            if version is not None:
-                group.oldest[sample] = version
+        if tokens or oldest:
+            for sample in samples_in(mask):
+                row = row_number(group.number, sample)
+                group.tokens[sample] += tokens.get(row, 0)
+                version = oldest.get(row)
+                if version is not None:
+                    group.oldest[sample] = version
         self._free_done(group)
-        self._settle(group)
+        if group.alive:  # else every task is done with it
+            self._settle(group)
 
     def _drop_rows(self, group: Group, mask: int, reason: str) -> None:
         for view in group.views:

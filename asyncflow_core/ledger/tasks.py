@@ -66,6 +66,17 @@ class Task:
             self.queue.push(group, front=front)
         return bool(offered & ~before)
 
+    def offer_new(self, group: Group, view: View, mask: int) -> None:
+        """`settle` of a new group whose rows in `mask`, all of them, are ready."""
+        view.offered = mask
+        self.ready += mask.bit_count()
+        self.queue.push(group)
+
+    def take_all(self, view: View) -> None:
+        """`settle` of a group out of the queue, all of whose offered rows were leased."""
+        self.ready -= view.offered.bit_count()
+        view.offered = 0
+
     def hold(self, requester: str, rows: int) -> None:
         """Count rows a requester got (or, negative, holds no more)."""
         held = self.holders.get(requester, 0) + rows

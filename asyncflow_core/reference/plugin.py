@@ -22,9 +22,9 @@ from asyncflow_core.reference.tabular_rollout import (
     TabularRolloutOptions,
 )
 from asyncflow_core.reference.tabular_trainer import (
-    TABULAR_TRAINER,
     TabularTrainer,
     TabularTrainerOptions,
+    tabular_trainer,
 )
 from asyncflow_core.reference.tokenizer import CharactersOptions, CharactersTokenizer
 from asyncflow_core.reference.weight_sync import (
@@ -84,7 +84,7 @@ def asyncflow_register(registrar: Registrar) -> None:
         TabularTrainer,
         api_version=1,
         options=TabularTrainerOptions,
-        capabilities=TABULAR_TRAINER,
+        capabilities=tabular_trainer,
     )
     registrar.add(
         "weight_sync",

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from asyncflow_core.services.rollout import (
     StagedWeights,
     SwitchMode,
 )
-from asyncflow_core.services.weight_sync import WeightSource
+from asyncflow_core.services.weight_sync import Bucket, TensorSpec, WeightSource, check_tensors
 
 __all__ = ["TABULAR_ROLLOUT", "TabularRollout", "TabularRolloutOptions"]
 
@@ -50,6 +50,7 @@ TABULAR_ROLLOUT = RolloutCapabilities(
     prefix=True,
     seeds=True,
     pause=True,
+    readback=True,
 )
 
 
@@ -226,6 +227,16 @@ class TabularRollout(Rollout):
         self._opened()
         self._paused = False
         self._wake.set()
+
+    async def read_weights(self, tensors: Sequence[TensorSpec]) -> AsyncIterator[Bucket]:
+        """What serves, a tensor a bucket, not copied."""
+        model = self._opened()
+        wanted = {spec.name for spec in tensors}
+        check_tensors(tensors, [spec for spec in model.specs() if spec.name in wanted])
+        serving = model.tensors()
+        for spec in tensors:
+            data = serving[spec.name].reshape(-1).view(np.uint8)
+            yield Bucket((replace(spec, offset=0),), data)
 
     async def stats(self) -> RolloutStats:
         """Load and work."""

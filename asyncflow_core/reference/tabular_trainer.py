@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,12 +22,12 @@ from asyncflow_core.errors import (
     ServiceClosedError,
     ServiceError,
 )
+from asyncflow_core.losses import ResolvedLoss, resolve_loss
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.checkpoint import read_checkpoint, write_checkpoint
 from asyncflow_core.reference.collective import Collective
 from asyncflow_core.reference.tabular import TabularModel, TabularOptions, log_softmax
 from asyncflow_core.reference.tabular_weights import write_weights
-from asyncflow_core.registry import ResolvedLoss, resolve_loss
 from asyncflow_core.services.rollout import SamplingParams
 from asyncflow_core.services.trainer import (
     ForwardBackwardInfo,
@@ -40,7 +40,7 @@ from asyncflow_core.services.trainer import (
 )
 from asyncflow_core.services.weight_sync import Bucket
 
-__all__ = ["TABULAR_TRAINER", "TabularTrainer", "TabularTrainerOptions"]
+__all__ = ["TABULAR_TRAINER", "TabularTrainer", "TabularTrainerOptions", "tabular_trainer"]
 
 TABULAR_TRAINER = TrainerCapabilities(loss_arrays="numpy", max_world_size=None)
 
@@ -66,6 +66,13 @@ class TabularTrainerOptions(TabularOptions):
     """Size of an exported bucket; a larger tensor goes alone."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Longest wait for another rank."""
+    sharded_export: bool = False
+    """Whether every rank yields a share of the tensors; else rank 0 yields all."""
+
+
+def tabular_trainer(options: TabularTrainerOptions) -> TrainerCapabilities:
+    """What it can do with these options."""
+    return replace(TABULAR_TRAINER, sharded_export=options.sharded_export)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,12 +238,16 @@ class TabularTrainer(Trainer):
         self._weight = 0.0
 
     async def export_weights(self, version: int) -> AsyncIterator[Bucket]:
-        """A tensor a position; rank 0 yields all, the others none."""
+        """A tensor a position; rank 0 yields all, or each rank every `world_size`-th."""
         model = self._opened()
         if version < 0:
             raise DataError(f"version {version} cannot be exported; versions count from 0")
-        if self._ctx.rank == 0:
-            for bucket in write_weights(model, self._options.bucket_bytes):
+        rank, share = self._ctx.rank, 1
+        if self._options.sharded_export:
+            share = self._ctx.world_size
+        if rank < share:
+            wanted = model.specs()[rank::share]
+            for bucket in write_weights(model, self._options.bucket_bytes, wanted):
                 yield bucket
 
     async def save(self, path: str) -> None:

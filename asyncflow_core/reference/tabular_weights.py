@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -51,8 +51,10 @@ async def read_weights(
     return logits, checksum.hexdigest()
 
 
-def write_weights(model: TabularModel, bucket_bytes: int) -> Iterator[Bucket]:
-    """The logits in buckets of at most `bucket_bytes`, a larger tensor alone.
+def write_weights(
+    model: TabularModel, bucket_bytes: int, wanted: Sequence[TensorSpec] | None = None
+) -> Iterator[Bucket]:
+    """The wanted tensors, or all, in buckets of at most `bucket_bytes`, a larger tensor alone.
 
     All buckets use one buffer, as the contract allows, so that a receiver that keeps a bucket
     without copying is found out here. An update makes a new table, so the logits are those of the
@@ -61,12 +63,14 @@ def write_weights(model: TabularModel, bucket_bytes: int) -> Iterator[Bucket]:
     tensors = model.tensors()
     groups: list[list[TensorSpec]] = [[]]
     offset = 0
-    for spec in model.specs():
+    for spec in model.specs() if wanted is None else wanted:
         if groups[-1] and offset + spec.nbytes > bucket_bytes:
             groups.append([])
             offset = 0
         groups[-1].append(replace(spec, offset=offset))
         offset += spec.nbytes
+    if not groups[0]:
+        return
     buffer = np.empty(max(specs[-1].offset + specs[-1].nbytes for specs in groups), np.uint8)
     for specs in groups:
         for spec in specs:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import math
 import os
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from asyncflow_core.errors import ServiceClosedError, ServiceError
+from asyncflow_core.errors import ServiceError
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import NoOptions
+from asyncflow_core.services.versioned import VersionedWeightSync
 from asyncflow_core.services.weight_sync import (
     Bucket,
     ManifestBuilder,
     PublishedWeights,
     WeightManifest,
     WeightSource,
-    WeightSync,
     WeightSyncCapabilities,
-    WeightSyncStats,
 )
 
 __all__ = ["MEMORY_WEIGHT_SYNC", "MemoryWeightSync"]
@@ -43,63 +41,45 @@ _held: dict[int, _Held] = {}
 _numbers = itertools.count()
 
 
-class MemoryWeightSync(WeightSync):
+class MemoryWeightSync(VersionedWeightSync):
     """Either side. The publishing one owns the copies, until `retire` or `aclose`."""
+
+    transport = _TRANSPORT
 
     def __init__(self, options: NoOptions, ctx: PartContext) -> None:
         """Keep the name; there are no options."""
-        self._name = ctx.name or "memory"
-        self._open = False
+        most = MEMORY_WEIGHT_SYNC.concurrent_versions
+        super().__init__(ctx.name or "memory", versions=most, publish_timeout_s=math.inf)
         self._mine: dict[tuple[int, int], int] = {}
-        self._publishing = asyncio.Lock()
-        self._room = asyncio.Condition()
-        self._published = self._fetched = 0
 
     async def open(self) -> None:
         """Take calls."""
-        self._open = True
+        self._is_open = True
 
     async def aclose(self) -> None:
         """Free every version this side published; a publish that waits is refused."""
-        self._open = False
-        async with self._room:
-            for number in self._mine.values():
-                _held.pop(number, None)
-            self._mine.clear()
-            self._room.notify_all()
+        self._closed()
+        for number in self._mine.values():
+            _held.pop(number, None)
+        self._mine.clear()
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise ServiceClosedError(f"{self._name} is not open", service=self._name)
-
-    async def publish(
+    async def _take(
         self, version: int, life: int, buckets: AsyncIterator[Bucket]
     ) -> PublishedWeights:
-        """Copy the buckets; one publish at a time."""
+        builder, copies = ManifestBuilder(version, life), []
+        async for bucket in buckets:
+            data = bucket.data.copy()
+            data.flags.writeable = False
+            copies.append(Bucket(bucket.specs, data))
+            builder.add(copies[-1])
         self._check_open()
-        async with self._publishing:
-            if (version, life) in self._mine:
-                raise ServiceError(
-                    f"{self._name} holds version {version} of life {life} already; retire it first",
-                    service=self._name,
-                )
-            async with self._room:
-                most = MEMORY_WEIGHT_SYNC.concurrent_versions
-                await self._room.wait_for(lambda: not self._open or len(self._mine) < most)
-            self._check_open()
-            started, builder, copies = time.perf_counter(), ManifestBuilder(version, life), []
-            async for bucket in buckets:
-                data = bucket.data.copy()
-                data.flags.writeable = False
-                copies.append(Bucket(bucket.specs, data))
-                builder.add(copies[-1])
-            self._check_open()
-            manifest, number = builder.build(), next(_numbers)
-            _held[number] = _Held(manifest, tuple(copies))
-            self._mine[version, life] = number
-            self._published += manifest.nbytes
-            locator = {"pid": os.getpid(), "number": number}
-            return PublishedWeights(manifest, _TRANSPORT, locator, time.perf_counter() - started)
+        manifest, number = builder.build(), next(_numbers)
+        _held[number] = _Held(manifest, tuple(copies))
+        self._mine[version, life] = number
+        return PublishedWeights(manifest, _TRANSPORT, {"pid": os.getpid(), "number": number})
+
+    async def _drop(self, key: tuple[int, int]) -> None:
+        _held.pop(self._mine.pop(key), None)
 
     async def attach(self, replica: str, published: PublishedWeights) -> None:
         """Check that the weights lie in this process and are still held."""
@@ -131,17 +111,3 @@ class MemoryWeightSync(WeightSync):
         if held is None:
             raise ServiceError(f"{who} comes too late: {what} is retired", service=self._name)
         return held
-
-    async def retire(self, version: int) -> None:
-        """Free a version, in all its lives; a version not held is not an error."""
-        self._check_open()
-        async with self._room:
-            for held in [held for held in self._mine if held[0] == version]:
-                _held.pop(self._mine.pop(held), None)
-            self._room.notify_all()
-
-    async def stats(self) -> WeightSyncStats:
-        """Versions held, bytes moved."""
-        self._check_open()
-        versions = tuple(sorted({version for version, _ in self._mine}))
-        return WeightSyncStats(versions, self._published, self._fetched)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
 from asyncflow_core.services.base import Service
@@ -27,6 +27,8 @@ __all__ = [
     "Registration",
     "RowInfo",
     "StoreStats",
+    "SupportsAttach",
+    "SupportsDurability",
     "TaskSpec",
     "TaskStats",
 ]
@@ -169,7 +171,7 @@ class StoreStats:
         reserved_rows: credit taken. capacity_rows: credit there is.
         reserved_bytes: credit taken. capacity_bytes: credit there is.
         rows_put: rows ever put. rows_freed: rows every task committed or dropped.
-        rows_dropped: reason to rows.
+        rows_dropped: cause to rows, by the reasons of `drop` without their details.
         dropped_groups: those with a serial above the one asked for, in order.
         waiting_puts: producers waiting for credit.
         tasks: name to its queue.
@@ -342,10 +344,15 @@ class DataStore(Service):
 
     @abstractmethod
     async def drop(self, keys: Sequence[Key], *, reason: str) -> int:
-        """Take rows out for every task, counted by reason; returns how many were there.
+        """Take rows out for every task; returns how many were there.
 
         Rows of a group that stay make a smaller group. A group with no row left is reported in
         `StoreStats.dropped_groups`.
+
+        Args:
+            keys: of the rows.
+            reason: a cause, or `cause: details`; rows are counted by the cause alone, of which
+                there should be few.
         """
 
     @abstractmethod
@@ -356,3 +363,27 @@ class DataStore(Service):
             drops_after: report dropped groups with a serial above this.
             wait_s: wait this long for such a group before answering.
         """
+
+
+@runtime_checkable
+class SupportsAttach(Protocol):
+    """A store that serves other processes itself (capability `remote`)."""
+
+    def attach_options(self) -> dict[str, Any]:
+        """Options with which the same plugin, in another process, uses this open store."""
+
+
+@runtime_checkable
+class SupportsDurability(Protocol):
+    """A store that outlives its processes."""
+
+    async def checkpoint(self, version: int) -> None:
+        """The model was saved at `version`: rows that trained it or an earlier one may be freed."""
+
+    async def restore(self, version: int) -> int:
+        """The model was loaded at `version`: give back what later versions trained.
+
+        Returns:
+            How many rows came back.
+        """
+        ...

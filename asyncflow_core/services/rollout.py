@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from asyncflow_core.batch import Batch, Column, Key
 from asyncflow_core.errors import DataError
 from asyncflow_core.services.base import Service
-from asyncflow_core.services.weight_sync import WeightSource
+from asyncflow_core.services.weight_sync import Bucket, TensorSpec, WeightSource
 
 __all__ = [
     "Completion",
@@ -28,6 +28,7 @@ __all__ = [
     "SamplingParams",
     "StagedWeights",
     "SupportsPause",
+    "SupportsReadback",
     "SwitchMode",
     "completions_to_batch",
 ]
@@ -194,6 +195,7 @@ class RolloutCapabilities:
         prefix: it goes on from a partial response.
         seeds: equal seeds repeat.
         pause: it is a `SupportsPause`.
+        readback: it is a `SupportsReadback`.
     """
 
     switch_modes: frozenset[SwitchMode] = frozenset({SwitchMode.DRAIN})
@@ -202,6 +204,7 @@ class RolloutCapabilities:
     prefix: bool = False
     seeds: bool = True
     pause: bool = False
+    readback: bool = False
 
 
 class Rollout(Service):
@@ -262,3 +265,15 @@ class SupportsPause(Protocol):
 
     async def resume(self) -> None:
         """Go on."""
+
+
+@runtime_checkable
+class SupportsReadback(Protocol):
+    """An engine that gives the weights back which it serves."""
+
+    def read_weights(self, tensors: Sequence[TensorSpec]) -> AsyncIterator[Bucket]:
+        """These tensors in this order, as they serve now, in the published names and dtypes.
+
+        A bucket's buffer may be used again after the next one is asked for.
+        """
+        ...

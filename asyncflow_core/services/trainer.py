@@ -220,7 +220,10 @@ class SupportsModelExport(Protocol):
     """A trainer that writes a Hugging Face model directory."""
 
     async def save_model(self, path: str) -> None:
-        """Write config, safetensors weights and tokenizer; `transformers` loads the directory."""
+        """Write config, safetensors weights and tokenizer; `transformers` loads the directory.
+
+        All ranks call it, as they may hold a shard each; rank 0 writes.
+        """
 
 
 def loss_columns(batch: Batch, names: Iterable[str] = ()) -> dict[str, NDArray[Any]]:

@@ -118,17 +118,20 @@ class Checksum:
         """Count one tensor; `data` is any contiguous buffer. A name counts once.
 
         Args:
-            name, dtype, shape: as in its spec.
+            name: as in its spec.
+            dtype: as in its spec.
+            shape: as in its spec.
             data: the tensor's bytes.
             into: memory of that size that takes a copy; what then lies there is counted.
         """
         digest = xxhash.xxh3_64()
-        source = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
+        # np.copyto lets other threads run; assigning to a memoryview would not.
+        source: Any = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else b""
         if into is None:
             digest.update(source)
         else:
             for start in range(0, len(source), _CHUNK_BYTES):
-                chunk = into[start : start + _CHUNK_BYTES]
+                chunk: Any = into[start : start + _CHUNK_BYTES]
                 np.copyto(chunk, source[start : start + _CHUNK_BYTES])
                 digest.update(chunk)
         line = f"{name}\0{dtype}\0{shape}\0".encode() + digest.digest()

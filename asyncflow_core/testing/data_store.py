@@ -39,7 +39,10 @@ SHORT_S = 0.05  # a life or a wait that is meant to end
 LONG_S = 30.0  # one that is not
 
 GENERATE = TaskSpec(
-    "generate", ("prompt_ids",), ("response_ids", "behaviour_logprobs"), order=Order.ADMITTED
+    "generate",
+    ("prompt_ids",),
+    ("response_ids", "behaviour_logprobs", "versions"),
+    order=Order.ADMITTED,
 )
 SCORE = TaskSpec("score", ("response_ids", "answer"), ("reward",))
 TRAIN = TaskSpec("train", ("response_ids", "reward"), order=Order.STEP, whole_groups=True)
@@ -61,6 +64,7 @@ def responses(count: int, length: int = 3) -> Batch:
         {
             "response_ids": Column.ragged([np.arange(length)] * count, np.int32),
             "behaviour_logprobs": Column.ragged([np.full(length, -0.5)] * count, np.float32),
+            "versions": Column.ragged([[[0, length]]] * count, np.int32),
         }
     )
 
@@ -546,7 +550,7 @@ class DataStoreTests:
         await self.put(service, 0, 1)
         lease = await self.take(service, GENERATE)
         gone = [Key(0, 0, 0, 0), Key(0, 0, 5, 0)]
-        assert await service.drop(gone, reason="late") == 1
+        assert await service.drop(gone, reason="late: by 3 s") == 1
         result = await service.commit(lease.ref(), writes=responses(2))
         assert (result.committed, result.dropped) == (1, 1)
         assert len((await self.take(service, SCORE)).rows) == 1

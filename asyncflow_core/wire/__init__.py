@@ -6,6 +6,7 @@
 
 from asyncflow_core.wire._protocol import WIRE_VERSION
 from asyncflow_core.wire._socket import Heartbeat
+from asyncflow_core.wire.blocking import BlockingClient
 from asyncflow_core.wire.client import DEFAULT_TIMEOUT, Client
 from asyncflow_core.wire.codec import Buffer, Encoder, decode, encode
 from asyncflow_core.wire.limits import Limits
@@ -15,6 +16,7 @@ from asyncflow_core.wire.service import remote, serve_object, serve_service
 __all__ = [
     "DEFAULT_TIMEOUT",
     "WIRE_VERSION",
+    "BlockingClient",
     "Buffer",
     "Client",
     "Encoder",

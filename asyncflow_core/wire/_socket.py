@@ -45,7 +45,7 @@ _NOBLOCK, _POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 # Smaller frames are copied on receipt: libzmq cuts them out of a shared buffer, which a kept row
 # would pin whole. It is also where pyzmq stops copying on its way out.
-_COPY_BELOW = 1 << 16
+COPY_BELOW = 1 << 16
 _SUN_PATH_BYTES = 107
 
 
@@ -178,7 +178,7 @@ class LoopSocket:
         while self._sock.get(_RCVMORE):
             frame = self._sock.recv(_NOBLOCK, copy=False)
             if len(frames) <= self._limits.frames:
-                frames.append(frame.bytes if len(frame) < _COPY_BELOW else frame.buffer)
+                frames.append(frame.bytes if len(frame) < COPY_BELOW else frame.buffer)
         return frames
 
 

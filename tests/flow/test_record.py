@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -33,6 +35,12 @@ def folder(config):
     made = RunFolder(config)
     yield made
     made.close()
+
+
+@pytest.fixture
+def thread():
+    with ThreadPoolExecutor(1) as made:
+        yield made
 
 
 def test_folder_fresh_holds_config_and_environment(folder, tmp_path):
@@ -90,33 +98,34 @@ def rows(batch, rewards, *, first=0, epoch=0, errors=None):
     return infos, Batch(columns)
 
 
-async def test_recorder_counts_batches_and_evaluations_apart(folder):
-    recorder = Recorder(folder, None)
-    recorder.observe(*rows(0, [1.0, 0.0]))
-    recorder.observe(*rows(1, [0.5]))
-    recorder.observe(*rows(None, [1.0], epoch=1))
+async def test_recorder_counts_batches_and_evaluations_apart(folder, thread):
+    recorder = Recorder(folder, None, thread)
+    await recorder.observe(*rows(0, [1.0, 0.0]))
+    await recorder.observe(*rows(1, [0.5]))
+    await recorder.observe(*rows(None, [1.0], epoch=1))
     first = await recorder.wait_batch(0, 2)
     assert (first.values, first.tokens, first.errors) == ([1.0, 0.0], 2, 0)
     assert 0 not in recorder.batches  # forgotten, so that a long run does not grow
     assert (await recorder.wait_evaluation(1, 1)).values == [1.0]
+    assert 1 not in recorder.evaluations
     assert (await recorder.wait_batch(1, 1)).values == [0.5]
 
 
-async def test_recorder_wait_ends_with_the_last_row(folder):
-    recorder = Recorder(folder, None)
+async def test_recorder_wait_ends_with_the_last_row(folder, thread):
+    recorder = Recorder(folder, None, thread)
     waiting = asyncio.create_task(recorder.wait_batch(4, 3))
-    recorder.observe(*rows(4, [1.0, 1.0]))
+    await recorder.observe(*rows(4, [1.0, 1.0]))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not waiting.done()
-    recorder.observe(*rows(4, [0.0], first=2))
+    await recorder.observe(*rows(4, [0.0], first=2))
     assert len((await asyncio.wait_for(waiting, 5)).values) == 3
 
 
-async def test_recorder_writes_samples_as_text_with_reward_errors(folder):
+async def test_recorder_writes_samples_as_text_with_reward_errors(folder, thread):
     tokenizer = CharactersTokenizer(CharactersOptions(alphabet="abc"), PartContext())
     ids = [tokenizer.encode(c)[0] for c in "abc"]
-    recorder = Recorder(folder, tokenizer)
+    recorder = Recorder(folder, tokenizer, thread)
     infos, batch = rows(0, [0.0, 1.0], errors=["ValueError: no", None])
     batch = batch.with_columns(
         {
@@ -124,7 +133,7 @@ async def test_recorder_writes_samples_as_text_with_reward_errors(folder):
             "response_ids": Column.ragged([ids[2:]] * 2, np.int32),
         }
     )
-    recorder.observe(infos, batch)
+    await recorder.observe(infos, batch)
     lines = [json.loads(line) for line in (folder.path / "samples.jsonl").read_text().splitlines()]
     assert lines[0] == {
         "key": "0/0/0/0",
@@ -139,3 +148,29 @@ async def test_recorder_writes_samples_as_text_with_reward_errors(folder):
     assert "reward_error" not in lines[1]
     found = await recorder.wait_batch(0, 2)
     assert found.errors == 1
+
+
+async def test_recorder_row_seen_twice_counts_once(folder, thread):
+    """It does come twice, when the recorder's lease was lost between the file and the commit."""
+    recorder = Recorder(folder, None, thread)
+    await recorder.observe(*rows(0, [1.0, 0.0]))
+    await recorder.observe(*rows(0, [1.0, 0.0, 0.5]))
+    assert (await recorder.wait_batch(0, 3)).values == [1.0, 0.0, 0.5]
+    assert len((folder.path / "samples.jsonl").read_text().splitlines()) == 3
+
+
+async def test_recorder_slow_texts_leave_the_event_loop_free(folder, thread):
+    gate = threading.Event()
+
+    class Slow:
+        def decode(self, ids):
+            gate.wait()
+            return "x"
+
+    recorder = Recorder(folder, Slow(), thread)
+    observing = asyncio.create_task(recorder.observe(*rows(0, [1.0])))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not observing.done()
+    gate.set()
+    await observing

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError, DataError, ServiceError
 from asyncflow_core.flow.supply import EVALUATION, TRAINING, Supply
+from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.parts import PromptRecord
 from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.services.data_store import TaskSpec
@@ -43,7 +46,8 @@ def config(**workflow):
 
 @contextlib.asynccontextmanager
 async def supplying(store, prompts, config):
-    supply = Supply(store, prompts, config)
+    thread = DaemonThread("prompts")
+    supply = Supply(store, prompts, config, thread)
     tasks = [asyncio.create_task(supply.admit()), asyncio.create_task(supply.watch_drops())]
     supply.running = asyncio.gather(*tasks)
     try:
@@ -52,6 +56,7 @@ async def supplying(store, prompts, config):
         for task in tasks:
             task.cancel()
         await asyncio.gather(supply.running, *tasks, return_exceptions=True)
+        thread.shutdown(cancel_futures=True)
 
 
 async def waiting(store, rows):
@@ -106,8 +111,9 @@ async def test_supply_that_only_drops_ends_the_run(store):
 
 async def test_supply_evaluation_puts_held_out_prompts_outside_batches(store):
     await store.register(SEE)
-    supply = Supply(store, Prompts(), config())
-    assert await supply.evaluate(1) == 8  # two prompts, four samples
+    with ThreadPoolExecutor(1) as thread:
+        supply = Supply(store, Prompts(), config(), thread)
+        assert await supply.evaluate(1) == 8  # two prompts, four samples
     lease = await store.lease("see", requester="t")
     assert {(info.batch, info.key.group) for info in lease.rows} == {
         (None, (EVALUATION, 1, 0)),
@@ -115,6 +121,23 @@ async def test_supply_evaluation_puts_held_out_prompts_outside_batches(store):
     }
     batch = await store.read(lease.ref(), ("answer",))
     assert set(batch["answer"]) == {"held out 0", "held out 1"}
+
+
+async def test_supply_slow_prompts_leave_the_event_loop_free(store):
+    await store.register(SEE)
+    gate = threading.Event()
+
+    class Slow(Prompts):
+        def train(self, epoch):
+            gate.wait()
+            return super().train(epoch)
+
+    async with supplying(store, Slow(), config()):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (await store.stats()).rows == 0  # answered, though no prompt is there yet
+        gate.set()
+        await eventually(lambda: waiting(store, 4))
 
 
 async def test_supply_without_prompts_says_so(store):

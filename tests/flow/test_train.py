@@ -135,9 +135,10 @@ async def begin(store, registry):
         for service in (trainer, sync):
             await service.open()
             opened.append(service)
-        ranks = Ranks(TrainerRank(trainer, store))
+        ranks = Ranks(TrainerRank(trainer, store, sync))
         settings = dataclasses.replace(SETTINGS, **changes)
-        worker = TrainWorker(store, trainer, ranks, sync, settings)
+        worker = TrainWorker(store, ranks, settings)
+        worker.trainer = trainer
         worker.logits = lambda: trainer._model.logits
         await worker.start()
         return worker
@@ -179,7 +180,7 @@ async def test_step_waits_for_late_groups_and_trains_early_ones_meanwhile(rows, 
     await rows.put(0, 4)
     await rows.finish(2)
     step = asyncio.create_task(worker.step(0))
-    await eventually(lambda: worker._trainer._weight > 0)
+    await eventually(lambda: worker.trainer._weight > 0)
     assert not step.done()
     await rows.finish(4)
     await rows.finish()
@@ -193,7 +194,7 @@ async def test_step_whole_batch_computes_nothing_before_all_is_there(rows, begin
     step = asyncio.create_task(worker.step(0))
     for _ in range(50):
         await asyncio.sleep(0)
-    assert worker._trainer._weight == 0
+    assert worker.trainer._weight == 0
     await rows.finish()
     assert (await step).rows == 8
 
@@ -279,10 +280,10 @@ async def test_step_lost_lease_repeats_the_update_and_gives_the_same(
         return await real(leases, lease_s=lease_s)
 
     async def zero_grad():
-        zeroed.append(worker._trainer._weight)
+        zeroed.append(worker.trainer._weight)
         await zero()
 
-    zero, worker._trainer.zero_grad = worker._trainer.zero_grad, zero_grad
+    zero, worker.trainer.zero_grad = worker.trainer.zero_grad, zero_grad
     store.renew = renew
     report = await worker.step(0)
     assert (report.rows, report.updates) == (8, 1)
@@ -300,7 +301,7 @@ async def test_step_one_of_two_leases_lost_keeps_the_other(rows, begin, store, c
     await rows.put(0, 4)
     await rows.finish(4)
     step = asyncio.create_task(worker.step(0))
-    await eventually(lambda: worker._trainer._weight > 0)
+    await eventually(lambda: worker.trainer._weight > 0)
     clock.now = 61.0  # the first lease is over, the second begins
     await rows.finish()
     assert (await step).rows == 8
@@ -361,6 +362,20 @@ async def _renewed_after(store, before):
     return await _renewals(store) > before
 
 
+async def test_step_whose_leases_cannot_be_renewed_ends_with_the_reason(rows, begin, store):
+    """Going on would train rows that went to somebody else, again and again."""
+    worker = await begin(whole_batch=True, lease_s=0.03)
+    await rows.put(0, 4)
+    await rows.finish(4)
+
+    async def renew(leases, *, lease_s):
+        raise ServiceError("the store is out of its mind")
+
+    store.renew = renew
+    with pytest.raises(ServiceError, match="out of its mind"):
+        await asyncio.wait_for(worker.step(0), 20)
+
+
 async def test_step_staleness_is_counted_per_row(rows, begin):
     worker = await begin()
     await rows.put(1, 4)
@@ -399,5 +414,5 @@ async def test_publish_and_retire_go_through_the_weight_sync(begin):
     worker = await begin()
     published = await worker.publish(0, 0)
     assert published.manifest.version == 0
-    await worker.retire(0)
+    await worker.retire(0, 0)
     assert await worker.save_model("nowhere") is False

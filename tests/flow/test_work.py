@@ -196,7 +196,11 @@ async def test_stage_work_own_errors_pass_as_they_are(store, put, executor):
 async def test_observer_work_sees_rows_and_acknowledges_them(store, put):
     lease, batch = await leased(store, put, TaskSpec("o", ("prompt_ids",)), 3)
     seen = []
-    (part,) = await parts_of(observer_work(lambda *args: seen.append(args)), lease, batch)
+
+    async def observe(*arguments):
+        seen.append(arguments)
+
+    (part,) = await parts_of(observer_work(observe), lease, batch)
     assert seen == [(lease.rows, batch)]
     assert part.writes is None
     assert not part.drop

@@ -181,6 +181,29 @@ async def test_worker_lost_lease_goes_on_and_rows_are_done_by_another(store, put
     assert (await store.stats()).tasks["echo"].expired == 1
 
 
+async def test_worker_lost_lease_stops_its_work_before_anything_else(store, put, start, clock):
+    """An engine that went on with rows of others would be slower for nobody's good."""
+    closed, when_released, release = [], [], store.release
+
+    async def work(lease, batch):
+        try:
+            clock.now += 0.0 if closed else 100.0
+            for info in lease.rows:
+                yield Part([info])
+        finally:
+            closed.append(lease.lease_id)
+
+    async def released(ref):
+        when_released.append(ref.lease_id in closed)
+        await release(ref)
+
+    store.release = released
+    await start(ECHO, work, rows_in_flight=3)
+    await put(3)
+    await eventually(lambda: _all_done(store, 3))
+    assert when_released == [True]
+
+
 async def test_worker_row_dropped_before_it_is_read_frees_the_rest(store, put, start):
     """The read of such a lease is refused whole; its other rows are done all the same."""
     await start(ECHO, gated(_open(), set()))

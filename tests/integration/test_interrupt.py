@@ -68,5 +68,14 @@ async def test_ctrl_c_ends_children_that_resist_and_their_own(started):
     await run.ended("SIGINT with a child in native code", status=130)
 
 
+async def test_ctrl_c_ends_a_stage_that_never_returns(started):
+    """It runs on a thread of the run's own process, which nobody can end."""
+    run = started(**LONG, stages__reward={"plugin": "misbehave"})
+    await run.with_process("rollout-0")
+    await run.until(lambda: "now: hangs" in run.output)
+    os.killpg(run.process.pid, signal.SIGINT)
+    await run.ended("SIGINT with a stage that never returns", status=130)
+
+
 def sleeping(run):
     return sum(process.name() == "sleep" for process in run.processes())

@@ -13,9 +13,10 @@ import pytest
 
 import asyncflow_core as af
 from asyncflow_core.batch import Batch, Column, Key
-from asyncflow_core.errors import PluginNotFoundError
+from asyncflow_core.errors import ConfigError, PluginNotFoundError
 from asyncflow_core.services.rollout import GenerateRequest, SamplingParams, completions_to_batch
 from asyncflow_core.services.trainer import LossSpec
+from asyncflow_core.services.weight_sync import TensorSpec
 from asyncflow_core.testing.aio import collect
 
 pytestmark = pytest.mark.multiproc
@@ -51,6 +52,25 @@ async def test_open_by_hand_trains_with_a_loss_by_name(loss):
         info = await trainer.forward_backward(batch, loss, last=True)
         assert info.rows == 4
         assert (await trainer.optim_step()).grad_norm > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "idle"),
+    [
+        ({"plugin": "tabular", "token": "x", "timeout_s": 3.0}, "token, timeout_s"),
+        ({"plugin": "tabular", "address": "ipc:///x", "vocab_size": 3}, "plugin, options"),
+    ],
+)
+def test_open_refuses_what_would_have_no_effect(arguments, idle):
+    with pytest.raises(ConfigError, match=f"^{idle} would have no effect on"):
+        af.open("trainer", **arguments)
+
+
+async def test_open_option_called_as_an_argument_reaches_the_plugin():
+    options = {"timeout_s": -1.0}  # of the tabular trainer: the longest wait for another rank
+    with pytest.raises(ConfigError, match=r"trainer\.tabular, option timeout_s"):
+        async with af.open("trainer", "tabular", vocab_size=3, options=options):
+            pass
 
 
 async def test_unknown_kind_is_refused():
@@ -99,9 +119,26 @@ async def test_served_in_another_process_it_is_the_same(served):
         info = await trainer.forward_backward(train_batch(there), "tabular_ppo_clip", last=True)
         assert info.rows == 4
         await trainer.optim_step()
+        tensor = next(iter((await weights_of(remote)).values()))
+        assert tensor.shape == (27, 27)
+    opening = af.open("trainer", address=address, token=token)
+    with pytest.raises(ConfigError, match="serves no 'trainer'"):
+        async with opening:
+            pass
+    assert opening._client._socket.closed
     process.send_signal(signal.SIGINT)
     assert process.wait(5) == 0
     assert "Traceback" not in process.stderr.read()
+
+
+async def weights_of(rollout):
+    """What it serves, name to tensor."""
+    specs = [TensorSpec("model.layers.0.weight", "F64", (27, 27))]
+    return {
+        spec.name: bucket.tensor_bytes(spec).view(np.float64).reshape(spec.shape)
+        async for bucket in rollout.read_weights(specs)
+        for spec in bucket.specs
+    }
 
 
 async def test_empty_batch_is_allowed_by_name_too():

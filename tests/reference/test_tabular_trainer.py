@@ -16,9 +16,10 @@ from asyncflow_core.errors import (
     ServiceError,
     ServiceTimeoutError,
 )
+from asyncflow_core.losses import resolve_loss
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions
-from asyncflow_core.registry import Plugin, Registry, resolve_loss
+from asyncflow_core.registry import Plugin, Registry
 from asyncflow_core.services.trainer import LossOutput, LossSpec, loss_columns
 
 from .conftest import SAMPLING, make_batch

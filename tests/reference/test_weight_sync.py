@@ -43,11 +43,15 @@ async def test_attach_from_another_process_or_transport_refused(weights):
             await weights.attach("rollout-0", changed)
 
 
-async def test_version_of_two_lives_held_apart_and_retired_together(weights):
+async def test_version_of_two_lives_held_and_retired_apart(weights):
     first, second = await publish(weights, 1, 0), await publish(weights, 1, 1)
     assert first.manifest.life != second.manifest.life
     assert (await weights.stats()).versions == (1,)
     await weights.retire(1)
+    with pytest.raises(ServiceError, match="life 0 is retired"):
+        await weights.fetch(first)
+    assert (await weights.fetch(second)).manifest == second.manifest
+    await weights.retire(1, 1)
     assert (await weights.stats()).versions == ()
 
 

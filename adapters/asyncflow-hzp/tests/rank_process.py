@@ -27,7 +27,7 @@ async def main(model_dir, out):
         await trainer.save(f"{out}/saved")
         exported = await weights_of(trainer)
         state = b"".join(
-            tensor.numpy().tobytes() for tensor in trainer._engine._sharded.state().values()
+            tensor.numpy().tobytes() for tensor in trainer._engine._shards.state().values()
         )
         logprobs = await trainer.forward(make_batch(3, 9))
     record = {

@@ -101,7 +101,7 @@ async def test_load_of_a_bad_checkpoint_names_it_and_changes_nothing(model_dir, 
         with pytest.raises(DataError, match="no checkpoint"):
             await trainer.load(str(tmp_path / "nothing"))
         await trainer.save(str(tmp_path / "cut"))
-        file = tmp_path / "cut" / "optimizer.safetensors"
+        file = next((tmp_path / "cut" / "optimizer").glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-10])
         with pytest.raises(DataError, match="cut is no checkpoint"):
             await trainer.load(str(tmp_path / "cut"))

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from asyncflow_algorithms import plugin
 from asyncflow_algorithms.options import GrpoOptions, PpoClipOptions, TisOptions
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.registry import Registry, resolve_loss
+from asyncflow_core.losses import resolve_loss
+from asyncflow_core.registry import Registry
 from asyncflow_core.services.trainer import LossSpec
 
 

@@ -122,6 +122,20 @@ async def test_retired_file_is_used_again_unless_mapped(make):
         assert await digest(replica, third) == third.manifest.checksum
 
 
+async def test_file_in_turn_is_mapped_once_and_still_locked_by_each_reader(make):
+    async with make() as service, make() as replica:
+        kept = []
+        for version in range(6):
+            if version >= 2:
+                await service.retire(version - 2)
+            published = await put(service, version)
+            assert await digest(replica, published) == published.manifest.checksum
+            kept = [*kept[-1:], await collect((await replica.fetch(published)).buckets)]
+            assert len(replica._mappings._known) <= 3
+        for version, buckets in zip((4, 5), kept, strict=True):
+            np.testing.assert_array_equal(buckets[1].data, random_buckets(version)[1].data)
+
+
 async def test_reader_that_let_go_frees_the_spare(make):
     async with make() as service:
         first = await put(service, 1)
@@ -308,6 +322,8 @@ async def test_same_version_in_another_life_is_another_file(make):
         assert first.locator["path"] != second.locator["path"]
         assert (await service.stats()).versions == (3,)
         await service.retire(3)
+        assert await digest(service, second) == second.manifest.checksum
+        await service.retire(3, 1)
         assert (await service.stats()).versions == ()
 
 

@@ -1,12 +1,14 @@
-"""A rollout and a trainer as on bad days; found by the .dist-info beside this file."""
+"""A rollout, a trainer and a stage as on bad days; found by the .dist-info beside this file."""
 
 import asyncio
 import itertools
 import os
 import subprocess
+import threading
 
 from asyncflow_core.errors import DataError
 from asyncflow_core.hookspecs import hookimpl
+from asyncflow_core.parts import StageContract
 from asyncflow_core.reference.tabular_rollout import (
     TABULAR_ROLLOUT,
     TabularRollout,
@@ -95,3 +97,20 @@ def asyncflow_register(registrar):
         options=TrainerOptions,
         capabilities=TABULAR_TRAINER,
     )
+    registrar.add(
+        "stage",
+        "misbehave",
+        _never_returning,
+        api_version=1,
+        contract=StageContract(
+            ("response_ids",), ("reward", "reward_error"), partitions=("train", "eval")
+        ),
+    )
+
+
+def _never_returning(options, ctx):
+    def stage(batch):
+        os.write(1, b"now: hangs\n")
+        threading.Event().wait()
+
+    return stage

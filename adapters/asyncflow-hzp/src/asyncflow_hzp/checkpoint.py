@@ -1,8 +1,9 @@
 """Directories that appear whole or not at all, and the trainer's checkpoint in one.
 
-A checkpoint holds `model.safetensors` (float32 weights by name), `optimizer.safetensors` (moments
-by `<moment>.<name>`) and `state.msgpack` (counters). It names whole tensors, so that it does not
-depend on how many ranks wrote it.
+A checkpoint holds `model/` and `optimizer/`, in which each rank has a safetensors file with its
+stretches of flattened tensors (float32 weights by name, moments by `<moment>.<name>`), and
+`state.msgpack` with counters. Names are those of whole tensors, so that it does not depend on how
+many ranks wrote it, nor how they shared the work.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgpack
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from asyncflow_core.errors import DataError, ServiceError
+from asyncflow_hzp.ranks import Ranks
 
-__all__ = ["new_directory", "read_checkpoint", "write_checkpoint"]
+__all__ = ["new_directory", "read_record", "shared_directory", "write_record"]
 
-_FORMAT = 1
-_WEIGHT = "weight."
+_FORMAT = 2
+_RECORD = "state.msgpack"
 
 
 @contextmanager
@@ -60,34 +60,60 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def write_checkpoint(
-    directory: Path, state: Mapping[str, torch.Tensor], counters: Mapping[str, int]
-) -> None:
-    """Write tensors as `Sharded.state` names them, and counters."""
-    weights = {n.removeprefix(_WEIGHT): t for n, t in state.items() if n.startswith(_WEIGHT)}
-    moments = {n: t for n, t in state.items() if not n.startswith(_WEIGHT)}
-    save_file(weights, directory / "model.safetensors")
-    save_file(moments, directory / "optimizer.safetensors")
-    content: bytes = msgpack.packb({"format": _FORMAT, **counters})
-    (directory / "state.msgpack").write_bytes(content)
-
-
-def read_checkpoint(path: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """What `write_checkpoint` wrote.
+@contextmanager
+def shared_directory(path: str, ranks: Ranks) -> Iterator[Path]:
+    """As `new_directory`, filled by all ranks, which see one file system; one failure fails all.
 
     Raises:
-        DataError: it is not there, not whole, or of another format.
+        ServiceError: something is there already, or another rank failed.
     """
-    directory = Path(path)
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.partial")
+
+    def begin() -> None:
+        if target.exists():
+            raise ServiceError(f"{target} exists already; a checkpoint goes into a new directory")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def end() -> None:
+        for file in (*partial.rglob("*"), partial):
+            _flush(file)
+        partial.rename(target)
+        _flush(target.parent)
+
+    ranks.lead(begin)
+    failure: BaseException | None = None
     try:
-        counters: dict[str, int] = msgpack.unpackb((directory / "state.msgpack").read_bytes())
-        found = counters.pop("format")
-        if found != _FORMAT:
-            raise DataError(f"checkpoint {path} has format {found}, this trainer reads {_FORMAT}")
-        weights = load_file(directory / "model.safetensors")
-        moments = load_file(directory / "optimizer.safetensors")
-    except (OSError, KeyError, ValueError, AttributeError, SafetensorError) as error:
-        if isinstance(error, DataError):
-            raise
+        yield partial
+    except Exception as error:  # noqa: BLE001 - the others must hear of it first
+        failure = error
+    try:
+        ranks.agree(failure)
+        ranks.lead(end)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_record(directory: Path, record: Mapping[str, Any]) -> None:
+    """Write counters, and what else is no tensor."""
+    content: bytes = msgpack.packb({"format": _FORMAT, **record})
+    (directory / _RECORD).write_bytes(content)
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """What `write_record` wrote.
+
+    Raises:
+        DataError: it is not there, or of another format.
+    """
+    try:
+        record: dict[str, Any] = msgpack.unpackb((Path(path) / _RECORD).read_bytes())
+        found = record.pop("format")
+        complete = {"updates", "tokens", "kinds", "common"} <= set(record)
+    except (OSError, KeyError, ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{path} is no checkpoint of this trainer: {error}") from error
-    return {**{f"{_WEIGHT}{name}": t for name, t in weights.items()}, **moments}, counters
+    if found != _FORMAT or not complete:
+        raise DataError(f"checkpoint {path} has format {found}, this trainer reads {_FORMAT}")
+    return record

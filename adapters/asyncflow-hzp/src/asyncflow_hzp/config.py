@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import nn
 
 from asyncflow_hzp.layout import Sizes
+from asyncflow_hzp.planner import LinkSpeeds
 
 __all__ = ["Config", "Units"]
 
@@ -23,6 +24,8 @@ class Config:
 
     Attributes:
         sharding: (z3, z2, z1), a preset of `layout.PRESETS`, or "auto" for the cost model's choice.
+        expert_sharding: (z3, z2, z1) of expert-parallel parameters among the ranks that hold the
+            same; None takes `sharding`, each size no larger than their number.
         units: modules to gather as one. Parameters outside of them form a unit a module.
         node_size: neighbouring ranks on fast links; None takes LOCAL_WORLD_SIZE.
         param_dtype: of the forward and backward, and of gathers; None keeps the model's.
@@ -36,10 +39,15 @@ class Config:
         average: divide gradients by the number of ranks, as DDP does; False sums.
         lanes: issue collectives from threads, ahead of compute; False waits for each.
         checkpoint: recompute each unit's activations in the backward.
+        links: speeds for the cost model; `measure_links` finds yours.
+        micro_batches, compute_s: of a step, for the cost model.
+        memory_bytes: most that parameters, gradients and optimizer state may take on a rank;
+            "auto" obeys it.
         init: gives values to a module made on the meta device; None calls `reset_parameters`.
     """
 
     sharding: Sizes | tuple[int, int, int] | str = "zero3"
+    expert_sharding: Sizes | tuple[int, int, int] | None = None
     units: Units | None = None
     node_size: int | None = None
     param_dtype: torch.dtype | None = None
@@ -52,4 +60,8 @@ class Config:
     average: bool = True
     lanes: bool = True
     checkpoint: bool = False
+    links: LinkSpeeds = field(default_factory=LinkSpeeds)
+    micro_batches: int = 1
+    compute_s: float = 0.0
+    memory_bytes: int | None = None
     init: Callable[[nn.Module], None] | None = None

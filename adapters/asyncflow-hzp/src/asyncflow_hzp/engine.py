@@ -12,24 +12,32 @@ import torch
 from numpy.typing import NDArray
 
 from asyncflow_core.batch import Batch, Column
-from asyncflow_core.errors import EngineError, ServiceError
+from asyncflow_core.errors import DataError, EngineError, ServiceError
+from asyncflow_core.losses import ResolvedLoss, resolve_loss
 from asyncflow_core.parts import PartContext
-from asyncflow_core.registry import ResolvedLoss, resolve_loss
 from asyncflow_core.services.trainer import (
     ForwardBackwardInfo,
+    LossOutput,
     LossSpec,
     UpdateInfo,
     loss_columns,
 )
 from asyncflow_core.services.weight_sync import Bucket
-from asyncflow_hzp.checkpoint import new_directory, read_checkpoint, write_checkpoint
+from asyncflow_hzp.checkpoint import new_directory, read_record, shared_directory, write_record
 from asyncflow_hzp.export import aliases, buckets
-from asyncflow_hzp.forward import CausalForward, check_rows, pack, split_rows, temperatures
+from asyncflow_hzp.forward import (
+    CausalForward,
+    Packed,
+    check_rows,
+    pack,
+    split_rows,
+    temperatures,
+)
 from asyncflow_hzp.model import choose_device, load_model, max_positions, write_model
 from asyncflow_hzp.options import HzpOptions
 from asyncflow_hzp.ranks import Ranks
 from asyncflow_hzp.schedule import learning_rate
-from asyncflow_hzp.sharding import Replicated, Sharded
+from asyncflow_hzp.sharding import Shards
 
 __all__ = ["HzpEngine"]
 
@@ -54,11 +62,12 @@ class HzpEngine:
         try:
             self._model = load_model(options, self._device)
             self._forward = CausalForward(self._model)
+            self._shards = Shards(self._model, options)
         except BaseException:
             self._ranks.close()
             raise
         self._max_length = max_positions(self._model)
-        self._sharded: Sharded = Replicated(self._model, options, self._ranks)
+        self._aliases = aliases(self._model)
         self._weight = 0.0
         self._pending = False
         self._torn = False
@@ -66,14 +75,15 @@ class HzpEngine:
         self.tokens = 0
 
     def forward(self, batch: Batch) -> Batch:
-        """Log-probs of the responses, row by row."""
-        if not batch.rows:
-            return Batch({"logprobs": Column.ragged([], np.float32)})
-        temperature = self._check(batch)
-        response = batch["response_ids"]
+        """Log-probs of the responses, row by row; sharded parameters need it on all ranks."""
+        parts, temperature = self._plan(batch, _SEQUENCE)
+        response = batch["response_ids"] if batch.rows else Column.ragged([], np.float32)
         logprobs = np.empty(len(response.array), np.float32)
         with torch.no_grad():
-            for rows, part in self._parts(batch, _SEQUENCE):
+            for rows, part in parts:
+                if not part.rows:
+                    self._forward(_nothing(self._device))
+                    continue
                 packed = pack(part, _of_rows(temperature, rows), self._device)
                 values = self._forward(packed)[0].cpu().numpy()
                 ends = np.cumsum(part["response_ids"].lengths)[:-1]
@@ -83,34 +93,58 @@ class HzpEngine:
                 self.tokens += _tokens(part)
         return Batch({"logprobs": Column(logprobs, response.offsets)})
 
-    def forward_backward(self, batch: Batch, spec: LossSpec) -> ForwardBackwardInfo:
+    def forward_backward(
+        self, batch: Batch, spec: LossSpec, *, last: bool = False
+    ) -> ForwardBackwardInfo:
         """Add a batch's gradient, in as many forwards as memory asks for."""
-        if not batch.rows:
+        loss, names = self._loss(spec), dict[str, None]()
+        if batch.rows:
+            # Refuse before anything is added.
+            loss_columns(batch, loss.capabilities.reads)
+            names = dict.fromkeys((*_SEQUENCE, "loss_mask", *loss.capabilities.reads))
+        parts, temperature = self._plan(batch, tuple(names))
+        if not parts:
             return ForwardBackwardInfo(0.0, 0.0, 0, 0)
-        temperature = self._check(batch)
-        loss = self._loss(spec)
-        loss_columns(batch, loss.capabilities.reads)  # refuse before anything is added
-        self._sharded.prepare_gradients()
-        names = dict.fromkeys((*_SEQUENCE, "loss_mask", *loss.capabilities.reads))
         self._pending, self._torn = True, True
-        total, weight, metrics = 0.0, 0.0, dict[str, tuple[float, float]]()
-        for rows, part in self._parts(batch, tuple(names)):
-            value, counted, more = self._backward(part, _of_rows(temperature, rows), loss)
-            total, weight = total + value, weight + counted
-            for name, (number, over) in more.items():
-                before = metrics.get(name, (0.0, 0.0))
-                metrics[name] = (before[0] + _number(number), before[1] + _number(over))
+        found = _Found()
+        for number, (rows, part) in enumerate(parts):
+            self._shards.prepare_gradients(last=last and number == len(parts) - 1)
+            if part.rows and found.failure is None:
+                found.add(self._backward(part, _of_rows(temperature, rows), loss))
+            else:
+                self._backward_nothing()
+        if found.failure is not None:
+            raise found.failure
         self._torn = False
-        self._weight += weight
-        tokens = _tokens(batch)
+        self._weight += found.weight
+        tokens = _tokens(batch) if batch.rows else 0
         self.tokens += tokens
-        return ForwardBackwardInfo(total, weight, tokens, batch.rows, metrics)
+        return ForwardBackwardInfo(found.total, found.weight, tokens, batch.rows, found.metrics)
 
     def _backward(
         self, part: Batch, temperature: NDArray[np.float32] | None, loss: ResolvedLoss
-    ) -> tuple[float, float, dict[str, tuple[float, float]]]:
+    ) -> tuple[float, float, dict[str, tuple[float, float]]] | Exception:
+        """One forward and backward; a loss that fails still takes part in what ranks share."""
         entropies = loss.capabilities.needs_entropy
         logprobs, entropy = self._forward(pack(part, temperature, self._device), entropy=entropies)
+        try:
+            result = self._loss_of(part, loss, logprobs, entropy)
+        except Exception as error:
+            if not self._shards.meets:
+                raise
+            _backward_zero(logprobs)
+            return error
+        if getattr(result.sum, "requires_grad", False):
+            result.sum.backward()
+        return _number(result.sum), _number(result.weight), result.metrics
+
+    def _loss_of(
+        self,
+        part: Batch,
+        loss: ResolvedLoss,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor | None,
+    ) -> LossOutput:
         columns: dict[str, Any] = {
             name: torch.from_numpy(_writable(array)).to(self._device)
             for name, array in loss_columns(part, loss.capabilities.reads).items()
@@ -124,14 +158,39 @@ class HzpEngine:
                 f"loss {loss.name!r} gave the sum {value} and weight {weight} in update "
                 f"{self.updates + 1}; both must be finite, the weight not negative"
             )
-        if getattr(result.sum, "requires_grad", False):
-            result.sum.backward()
-        elif value:
+        if value and not getattr(result.sum, "requires_grad", False):
             raise EngineError(
                 f"loss {loss.name!r} gave the sum {value} without a gradient; compute it from "
                 f"the log-probs it is given"
             )
-        return value, weight, result.metrics
+        return result
+
+    def _backward_nothing(self) -> None:
+        """Take part in the gathers and reductions of a pass in which this rank has no rows."""
+        logprobs, _ = self._forward(_nothing(self._device))
+        _backward_zero(logprobs)
+
+    def _plan(
+        self, batch: Batch, names: tuple[str, ...]
+    ) -> tuple[list[tuple[NDArray[np.int64], Batch]], NDArray[np.float32] | None]:
+        """The rows of each forward and their columns, and all rows' temperatures.
+
+        Where parameters are sharded, equally many on all ranks, the last ones empty.
+        """
+        parts: list[tuple[NDArray[np.int64], Batch]] = []
+        temperature, failure = None, None
+        if batch.rows:
+            try:
+                temperature = self._check(batch)
+                parts = list(self._parts(batch, names))
+            except DataError as error:
+                failure = error
+        if self._shards.meets:
+            most = self._ranks.most(len(parts), failed=failure is not None)
+            parts += [(np.arange(0), Batch({}, rows=0))] * (most - len(parts))
+        if failure is not None:
+            raise failure
+        return parts, temperature
 
     def optim_step(self) -> UpdateInfo:
         """Reduce over ranks, divide by the weight, clip, update."""
@@ -141,12 +200,12 @@ class HzpEngine:
                 f"a forward_backward of update {number} failed half-way; call zero_grad and "
                 f"repeat the update"
             )
-        weight = self._sharded.reduce_gradients(self._weight)
+        weight = self._ranks.total(self._weight)
         lr = learning_rate(self._options, self.updates)
         if weight <= 0.0:
             self.zero_grad()
             return UpdateInfo(self.updates, 0.0, lr, 0.0, applied=False)
-        norm = self._sharded.gradient_norm() / weight
+        norm = self._shards.gradient_norm() / weight
         if not math.isfinite(norm):
             self.zero_grad()
             raise EngineError(
@@ -155,23 +214,28 @@ class HzpEngine:
             )
         clip = self._options.grad_clip
         scale = 1.0 if clip is None or norm <= clip else clip / norm
-        self._sharded.step(lr=lr, scale=scale / weight)
+        self._shards.step(lr=lr, scale=scale / weight)
         self.updates = number
         self._weight, self._pending = 0.0, False
         return UpdateInfo(number, norm, lr, weight)
 
     def zero_grad(self) -> None:
         """Forget gradients and weights."""
-        self._sharded.zero_gradients()
+        self._shards.zero_gradients()
         self._weight, self._pending, self._torn = 0.0, False, False
 
     def export(self) -> Iterator[Bucket]:
-        """The weights as buckets, from rank 0; the model must not be updated meanwhile."""
+        """The weights as buckets, from rank 0; the model must not be updated meanwhile.
+
+        Where parameters are sharded all ranks take part, a unit at a time.
+        """
+        tensors = self._shards.exported()
         if self._ranks.rank:
+            for _ in tensors if self._shards.meets else ():
+                pass
             return
         updates = self.updates
-        size = self._options.bucket_bytes
-        for bucket in buckets(self._sharded.exported(), aliases(self._model), size=size):
+        for bucket in buckets(tensors, self._aliases, size=self._options.bucket_bytes):
             if self.updates != updates:
                 raise ServiceError(
                     f"the weights changed from update {updates} to {self.updates} while they were "
@@ -185,32 +249,37 @@ class HzpEngine:
             raise ServiceError(
                 "a checkpoint cannot hold half an update; call optim_step or zero_grad before save"
             )
-        state = self._sharded.state()
-
-        def write() -> None:
-            with new_directory(path) as directory:
-                write_checkpoint(directory, state, {"updates": self.updates, "tokens": self.tokens})
-
-        self._ranks.lead(write)
+        counters = {"updates": self.updates, "tokens": self.tokens}
+        with shared_directory(path, self._ranks) as directory:
+            record = self._shards.save(directory, moments=self.updates > 0)
+            if self._ranks.rank == 0:
+                write_record(directory, {**record, **counters})
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint; gradients collected so far are thrown away."""
-        state, counters = read_checkpoint(path)
-        self._sharded.load_state(state, steps=counters["updates"])
+        record = read_record(path)
         self.zero_grad()
-        self.updates, self.tokens = counters["updates"], counters["tokens"]
+        self._shards.load(Path(path), record)
+        self.updates, self.tokens = record["updates"], record["tokens"]
 
     def save_model(self, path: str) -> None:
         """Write a Hugging Face model directory."""
+        weights = None
+        if self._shards.meets:
+            weights = dict[str, torch.Tensor]()
+            for name, tensor in self._shards.exported():
+                if self._ranks.rank == 0:
+                    weights[name] = tensor.to("cpu", copy=True)
 
         def write() -> None:
             with new_directory(path) as directory:
-                write_model(self._model, Path(self._options.model), directory)
+                write_model(self._model, Path(self._options.model), directory, weights)
 
         self._ranks.lead(write)
 
     def close(self) -> None:
         """Leave the other ranks."""
+        self._shards.close()
         self._ranks.close()
 
     def _check(self, batch: Batch) -> NDArray[np.float32] | None:
@@ -235,6 +304,36 @@ class HzpEngine:
                 self._context.registry, spec, arrays="torch", entropy=True, ctx=self._context
             )
         return self._losses[key]
+
+
+class _Found:
+    """Sums over the forwards of one micro-batch."""
+
+    def __init__(self) -> None:
+        self.total, self.weight = 0.0, 0.0
+        self.metrics: dict[str, tuple[float, float]] = {}
+        self.failure: Exception | None = None
+
+    def add(self, found: tuple[float, float, dict[str, tuple[float, float]]] | Exception) -> None:
+        """Add what one forward gave; the first failure counts."""
+        if isinstance(found, Exception):
+            self.failure = found
+            return
+        self.total, self.weight = self.total + found[0], self.weight + found[1]
+        for name, (number, over) in found[2].items():
+            before = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (before[0] + _number(number), before[1] + _number(over))
+
+
+def _backward_zero(logprobs: torch.Tensor) -> None:
+    nothing: Any = logprobs.sum() * 0.0  # torch leaves the method untyped
+    nothing.backward()
+
+
+def _nothing(device: torch.device) -> Packed:
+    """A forward of one token whose log-prob nobody asks for."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return Packed(ids=zero[None], at=zero, targets=zero, temperature=None)
 
 
 def _tokens(batch: Batch) -> int:

@@ -26,7 +26,7 @@ from asyncflow_hzp.unit import Unit
 
 __all__ = ["in_backward", "run_module", "wrap"]
 
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd
 
 
 class _Recipe(NamedTuple):
@@ -50,7 +50,8 @@ class _Saved(saved_tensors_hooks):
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         outside = _autograd._top_saved_tensors_default_hooks(False)
-        self._pack, self._unpack = outside or (_same, _same)
+        hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] = outside or (_same, _same)
+        self._pack, self._unpack = hooks
         super().__init__(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> object:
@@ -58,7 +59,7 @@ class _Saved(saved_tensors_hooks):
         slot = self._residency.slot_of(tensor)
         if slot is None or slot.unit is None or tensor.dtype != slot.buffer.dtype:
             return self._pack(tensor)
-        return _Recipe(slot.unit, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Recipe(slot.unit, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, its unit gathered."""
@@ -100,11 +101,17 @@ def wrap(
                 residency.leave(unit)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
-        if recompute and torch.is_grad_enabled() and not in_backward():
+        starts = recompute and torch.is_grad_enabled() and not in_backward()
+        if not starts or residency.recomputes:
+            return inner(*args, **kwargs)
+        residency.recomputes = True
+        try:
             return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-        return inner(*args, **kwargs)
+        finally:
+            residency.recomputes = False
 
-    module.forward = torch._dynamo.disable(outer, recursive=False)
+    dynamo: Any = torch._dynamo
+    module.forward = dynamo.disable(outer, recursive=False)
 
     def undo() -> None:
         del module.forward

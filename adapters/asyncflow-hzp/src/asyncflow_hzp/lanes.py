@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,6 +23,12 @@ __all__ = ["Job", "Lane"]
 
 _JOIN_S = 10.0
 """A thread that waits for a dead rank is left behind after that; it is a daemon."""
+
+
+def _event() -> torch.cuda.Event:
+    cuda: Any = torch.cuda  # its constructors are untyped
+    event: torch.cuda.Event = cuda.Event()
+    return event
 
 
 class Job:
@@ -50,7 +57,7 @@ class Job:
                 self.error = EngineError(f"{self._lane.name} of {self.what} failed: {error}")
                 self.error.__cause__ = error
         if stream is not None:
-            self.finished = torch.cuda.Event()
+            self.finished = _event()
             self.finished.record(stream)
         self._done.set()
         return self.error
@@ -75,7 +82,8 @@ class Lane:
         self.name = name
         self._device = device
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        cuda: Any = torch.cuda  # its constructors are untyped
+        self._stream: torch.cuda.Stream | None = cuda.Stream(device) if self._cuda else None
         self._failure: EngineError | None = None
         self._queue: deque[Job | None] = deque()
         self._filled = threading.Semaphore(0)
@@ -91,7 +99,7 @@ class Lane:
             raise ServiceClosedError(f"the {self.name} lane is closed")
         job = Job(what, work, self)
         if self._cuda:
-            job.after = torch.cuda.Event()
+            job.after = _event()
             job.after.record(torch.cuda.current_stream(self._device))
         if self._thread is None:
             self._run(job)

@@ -8,8 +8,9 @@ Concurrency: groups are created by the thread that calls `hzp.shard`, on all ran
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import distributed
 from asyncflow_hzp.exchange import Exchange
 from asyncflow_hzp.layout import Layout, Sizes
 
-__all__ = ["Links", "world"]
+__all__ = ["Links", "node_size", "world"]
 
 
 def world() -> tuple[int, int]:
@@ -26,6 +27,11 @@ def world() -> tuple[int, int]:
     if not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def node_size(given: int | None, ranks: int) -> int:
+    """Neighbouring ranks on fast links: as given, as torchrun says, or all."""
+    return given or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks
 
 
 class Links:
@@ -41,7 +47,7 @@ class Links:
     def __init__(
         self,
         families: dict[str, Layout],
-        columns: dict[str, Sequence[tuple[int, ...]]],
+        columns: Mapping[str, Sequence[tuple[int, ...]]],
         *,
         node_size: int,
         device: torch.device,

@@ -102,10 +102,15 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return int(limit) if limit else None
 
 
-def write_model(model: PreTrainedModel, source: Path, target: Path) -> None:
+def write_model(
+    model: PreTrainedModel,
+    source: Path,
+    target: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write what `from_pretrained` loads; tokenizer and other small files come from `source`."""
     with _without_progress_bars():
-        model.save_pretrained(target)
+        model.save_pretrained(target, state_dict=weights)
     for file in sorted(source.iterdir()):
         is_weights = file.name.endswith(_WEIGHTS)
         if file.is_file() and not is_weights and not (target / file.name).exists():

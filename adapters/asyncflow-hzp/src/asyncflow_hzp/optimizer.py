@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class Optimizer:
 
     Args:
         model: what `shard` returned.
-        kind: an optimizer class; it sees stretches of flat tensors, or, with `whole`, parameters.
+        kind: an optimizer's class; it sees stretches of flat tensors, or, with `whole`, parameters.
         groups: settings by name of a group; "default" is for what `group_of` does not name.
         group_of: names a parameter's group.
         whole: give the class whole parameters (Muon needs matrices); z1 must be 1.
@@ -36,7 +37,7 @@ class Optimizer:
     def __init__(
         self,
         model: Sharded,
-        kind: type[torch.optim.Optimizer],
+        kind: Callable[..., torch.optim.Optimizer],
         *,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         group_of: Groups | None = None,
@@ -44,7 +45,7 @@ class Optimizer:
         **settings: Any,
     ) -> None:
         if whole and any(u.layout.sizes.z1 > 1 for u in model.units if u.trainable):
-            raise ConfigError(f"{kind.__name__} needs whole parameters: give sharding with z1 = 1")
+            raise ConfigError(f"{kind} needs whole parameters: give sharding with z1 = 1")
         self._model = model
         self._reduction = model.reduction
         self._group_of = group_of or (lambda name, param: "default")
@@ -66,7 +67,7 @@ class Optimizer:
                 if key not in ("params", "name"):
                     mine.setdefault(key, value)
 
-    def _build(self, unit: Unit, kind: type[torch.optim.Optimizer], whole: bool) -> None:
+    def _build(self, unit: Unit, kind: Callable[..., torch.optim.Optimizer], whole: bool) -> None:
         by_group: dict[str, list[nn.Parameter]] = {name: [] for name in self._settings}
         pieces = []
         for group, part, shape in self._stretches(unit, whole):
@@ -82,9 +83,7 @@ class Optimizer:
             ],
         )
 
-    def _stretches(
-        self, unit: Unit, whole: bool
-    ) -> Iterator[tuple[str, slice, torch.Size | None]]:
+    def _stretches(self, unit: Unit, whole: bool) -> Iterator[tuple[str, slice, torch.Size | None]]:
         """Neighbouring parameters of one group, cut to this rank's shard."""
         low, high = unit.shard
         open_group, start, stop = "", 0, 0
@@ -123,7 +122,7 @@ class Optimizer:
                 self._norm.add_(self._part.square_())
         if self._model.world_size > 1:
             distributed.all_reduce(self._norm)
-        return float(self._norm) ** 0.5
+        return math.sqrt(float(self._norm))
 
     def scale(self, factor: float) -> None:
         """Multiply the whole gradient."""
@@ -191,4 +190,5 @@ class Optimizer:
 
     def state_of(self, unit: Unit, piece: nn.Parameter) -> Mapping[str, Any]:
         """The torch optimizer's state of a stretch."""
-        return self._inner[unit].state.get(piece, {})
+        state: Mapping[str, Any] = self._inner[unit].state.get(piece, {})
+        return state

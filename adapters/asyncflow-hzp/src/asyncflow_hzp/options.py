@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 __all__ = ["HzpOptions", "check_options"]
 
 
+Preset = Literal["auto", "ddp", "zero1", "zero2", "zero3", "hsdp", "hpz"]
+
+
 class HzpOptions(BaseModel):
     """Options of the `hzp` trainer."""
 
@@ -46,6 +49,22 @@ class HzpOptions(BaseModel):
     """Recompute activations in the backward: less memory, about a third more time."""
     compile: bool = False
     """Compile the decoder with torch.compile; needs a C++ compiler, pays off on large models."""
+    sharding: (
+        tuple[int, int, int] | Literal["auto", "ddp", "zero1", "zero2", "zero3", "hsdp", "hpz"]
+    ) = "auto"
+    """Over how many neighbouring ranks parameters, gradients and optimizer state are split:
+    [z3, z2, z1], a preset (ddp, zero1, zero2, zero3; hsdp and hpz split parameters inside a node),
+    or "auto", the fastest by the cost model that fits `memory_bytes`."""
+    memory_bytes: int | None = Field(default=None, ge=1)
+    """Most that "auto" lets weights, gradients and optimizer state take on a rank; null is 80% of
+    the device's memory."""
+    node_size: int | None = Field(default=None, ge=1)
+    """Neighbouring ranks with fast links; null takes LOCAL_WORLD_SIZE."""
+    gather_slots: int = Field(default=3, ge=2)
+    """Layers whose parameters are gathered at a time; more move fewer bytes, take more memory."""
+    accumulate: Literal["full", "shard"] = "full"
+    """Where gradients of an update's micro-batches add up: "full" keeps them whole and reduces
+    once; "shard" reduces every micro-batch, and holds a part."""
     threads: int = Field(default=1, ge=1)
     """Threads of CPU operations."""
     bucket_bytes: int = Field(default=64 * 2**20, ge=1)

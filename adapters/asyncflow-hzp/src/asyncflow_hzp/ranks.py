@@ -47,6 +47,28 @@ class Ranks:
         if self.size > 1:
             distributed.all_reduce(tensor)
 
+    def total(self, value: float) -> float:
+        """The sum of the ranks' values."""
+        if self.size == 1:
+            return value
+        sums = torch.full((1,), value, dtype=torch.float64, device=self._device)
+        self.sum(sums)
+        return float(sums)
+
+    def most(self, count: int, *, failed: bool = False) -> int:
+        """The largest of the ranks' counts.
+
+        Raises:
+            ServiceError: another rank says that it failed.
+        """
+        if self.size == 1:
+            return count
+        found = torch.tensor([count, int(failed)], device=self._device)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        if int(found[1]) and not failed:
+            raise ServiceError("another trainer rank refused its rows; its own error says why")
+        return int(found[0])
+
     def lead(self, work: Callable[[], None]) -> None:
         """Let rank 0 work while the others wait; its failure fails all.
 
@@ -59,12 +81,19 @@ class Ranks:
                 work()
             except Exception as error:  # noqa: BLE001 - the others must hear of it first
                 failure = error
-        failed = torch.full((1,), float(failure is not None), device=self._device)
-        self.sum(failed)
+        self.agree(failure)
+
+    def agree(self, failure: BaseException | None) -> None:
+        """Go on if no rank failed; one that did raises what it gives here.
+
+        Raises:
+            ServiceError: another rank failed.
+        """
+        failed = self.total(float(failure is not None))
         if failure is not None:
             raise failure
-        if float(failed) > 0:
-            raise ServiceError("trainer rank 0 failed; its own error says why")
+        if failed > 0:
+            raise ServiceError("another trainer rank failed; its own error says why")
 
     def close(self) -> None:
         """Leave the group, if it was joined here."""

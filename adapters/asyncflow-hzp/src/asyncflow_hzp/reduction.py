@@ -32,7 +32,7 @@ __all__ = ["Reduction"]
 class _Progress:
     """What one unit's gradient has come to in this step."""
 
-    __slots__ = ("arrived", "buffer", "filled", "job", "sums", "summed")
+    __slots__ = ("arrived", "buffer", "filled", "job", "summed", "sums")
 
     def __init__(self) -> None:
         self.sums: torch.Tensor | None = None  # accumulator
@@ -127,7 +127,7 @@ class Reduction:
     def _begin(self) -> None:
         self._in_backward = True
         self.allocate()
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end)
 
     def _issues(self, unit: Unit) -> bool:
@@ -147,7 +147,9 @@ class Reduction:
             )
         if unit.layout.sizes.z1 == 1 and self._dtype == unit.master_dtype:
             progress.sums = unit.grad  # sum where the optimizer will look for it
-        if self._sums_whole(unit) and (progress.summed or not self.last or progress.sums is not None):
+        if self._sums_whole(unit) and (
+            progress.summed or not self.last or progress.sums is not None
+        ):
             if progress.sums is None:
                 progress.sums = torch.zeros(unit.elements, dtype=self._dtype, device=unit.device)
             progress.buffer, progress.filled = progress.sums, progress.summed

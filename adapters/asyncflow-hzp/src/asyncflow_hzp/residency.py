@@ -46,6 +46,7 @@ class Residency:
         ahead: bool,
     ) -> None:
         self.trace = Trace()
+        self.recomputes = False  # whether a forward runs that the backward will repeat
         self._units = units
         self._lane = lane
         self._exchange = exchange

@@ -71,10 +71,13 @@ class HzpTrainer(Trainer):
     ) -> ForwardBackwardInfo:
         """Add a micro-batch's gradient; see `Trainer.forward_backward`.
 
-        `last` changes nothing today: ranks meet in `optim_step`.
+        `last` lets gradients travel while the others are computed; without it they do in
+        `optim_step`.
         """
         engine = self._opened()
-        return await self._call(lambda: engine.forward_backward(batch, LossSpec.of(loss)))
+        return await self._call(
+            lambda: engine.forward_backward(batch, LossSpec.of(loss), last=last)
+        )
 
     async def optim_step(self) -> UpdateInfo:
         """Update; see `Trainer.optim_step`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,9 @@ from asyncflow_hzp.exchange import Exchange
 from asyncflow_hzp.hooks import wrap
 from asyncflow_hzp.lanes import Lane
 from asyncflow_hzp.layout import Layout, Sizes, parse_sizes
-from asyncflow_hzp.links import Links, world
+from asyncflow_hzp.links import Links, node_size, world
 from asyncflow_hzp.materialize import materialize
+from asyncflow_hzp.planning import plan_cuts
 from asyncflow_hzp.reduction import Reduction
 from asyncflow_hzp.residency import Residency
 from asyncflow_hzp.unit import Unit
@@ -53,8 +53,7 @@ class Sharded:
         self.module = model
         self.config = config
         self.rank, self.world_size = world()
-        self.node_size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        self.node_size = self.node_size or self.world_size
+        self.node_size = node_size(config.node_size, self.world_size)
         cuts = cut_units(model, config.units)
         self.sizes = self._choose_sizes(cuts)
         self._layouts, columns = self._families(cuts)
@@ -90,9 +89,7 @@ class Sharded:
 
     def _choose_sizes(self, cuts: Sequence[Cut]) -> Sizes:
         if self.config.sharding == "auto":
-            from asyncflow_hzp.planner import choose
-
-            return choose(cuts, self.config, self.world_size, self.node_size)
+            return plan_cuts(cuts, self.config, self.world_size).best.sizes
         return parse_sizes(self.config.sharding, world=self.world_size, node=self.node_size)
 
     def _families(
@@ -109,8 +106,10 @@ class Sharded:
             ranks = columns[family][self.rank % parts]
             sizes = self.sizes
             if parts > 1:
-                sizes = Sizes(*(min(size, len(ranks)) for size in sizes))
-                sizes = parse_sizes(sizes, world=len(ranks), node=1)
+                fitting = tuple(min(size, len(ranks)) for size in sizes)
+                sizes = parse_sizes(
+                    self.config.expert_sharding or fitting, world=len(ranks), node=1
+                )
             layouts[family] = Layout(sizes, ranks, ranks.index(self.rank))
         return layouts, columns
 
@@ -156,8 +155,14 @@ class Sharded:
                 needs.setdefault(module, []).append(unit)
         if self.world_size == 1 and not self.config.checkpoint:
             return []
+        again = {module for cut in cuts if cut.chosen for module in cut.modules}
         return [
-            wrap(module, units, self.residency, recompute=self.config.checkpoint)
+            wrap(
+                module,
+                units,
+                self.residency,
+                recompute=self.config.checkpoint and module in again,
+            )
             for module, units in needs.items()
         ]
 
@@ -192,9 +197,7 @@ class Sharded:
         flat[slice(*unit.shard)].copy_(shard)
         pieces = unit.layout.pieces(unit.layout.sizes.z1, 1, unit.elements)
         exchange = self._gathers.exchange(unit.family)
-        job = self._gather_lane.submit(
-            f"unit {unit.name!r}", lambda: exchange.gather(flat, pieces)
-        )
+        job = self._gather_lane.submit(f"unit {unit.name!r}", lambda: exchange.gather(flat, pieces))
         job.wait()
         return flat
 

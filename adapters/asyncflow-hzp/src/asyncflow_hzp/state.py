@@ -10,16 +10,25 @@ between them.
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -29,6 +38,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from asyncflow_core.errors import DataError
 from asyncflow_hzp.optimizer import Optimizer
@@ -36,14 +47,12 @@ from asyncflow_hzp.sharded import Sharded
 
 __all__ = ["load_state", "named_whole", "read_stretches", "save_state", "write_stretches"]
 
-logger = logging.getLogger(__name__)
-
 
 class _Stretch:
     """A part of a flat tensor, as torch.distributed.checkpoint asks for it."""
 
     def __init__(self, values: torch.Tensor, start: int, total: int) -> None:
-        self._values = values
+        self.values = values
         self._total = torch.Size([total])
         self._chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([values.numel()]))
 
@@ -54,7 +63,7 @@ class _Stretch:
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         data = TensorWriteData(
             chunk=self._chunk,
-            properties=TensorProperties.create_from_tensor(self._values),
+            properties=TensorProperties.create_from_tensor(self.values),
             size=self._total,
         )
         index = MetadataIndex(name, self._chunk.offsets)
@@ -63,11 +72,31 @@ class _Stretch:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._chunk]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._values
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """The values to write."""
+        stretch: _Stretch = self.state_dict[index.fqn]
+        return stretch.values
 
 
-class _Writer(checkpoint.HuggingFaceStorageWriter):
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the stretches as they are."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The values to fill."""
+        stretch: _Stretch = self.state_dict[index.fqn]
+        return stretch.values
+
+
+class _Writer(HuggingFaceStorageWriter):
     """Writes one rank's file."""
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -79,6 +108,14 @@ class _Writer(checkpoint.HuggingFaceStorageWriter):
         return [replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """That it works for one process is what we want, and no reason to warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def write_stretches(
     directory: Path, stretches: Mapping[str, tuple[torch.Tensor, int, int]], rank: int
 ) -> None:
@@ -86,20 +123,23 @@ def write_stretches(
     directory.mkdir(exist_ok=True)
     if stretches:
         state = {name: _Stretch(*stretch) for name, stretch in stretches.items()}
-        checkpoint.save(state, storage_writer=_Writer(directory, rank), no_dist=True)
+        with _quiet():
+            planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            writer = _Writer(directory, rank)
+            save(state, storage_writer=writer, planner=planner, no_dist=True)
 
 
-def read_stretches(
-    directory: Path, stretches: Mapping[str, tuple[torch.Tensor, int, int]]
-) -> None:
+def read_stretches(directory: Path, stretches: Mapping[str, tuple[torch.Tensor, int, int]]) -> None:
     """Fill stretches with what any ranks wrote.
 
     Raises:
         DataError: a tensor is missing, has another length, or a file is damaged.
     """
     state = {name: _Stretch(*stretch) for name, stretch in stretches.items()}
+    if not state:
+        return
     try:
-        reader = checkpoint.HuggingFaceStorageReader(str(directory))
+        reader = HuggingFaceStorageReader(str(directory))
         found = reader.read_metadata().state_dict_metadata
         for name, stretch in state.items():
             size = getattr(found.get(name), "size", None)
@@ -109,12 +149,13 @@ def read_stretches(
                     f"{'nothing' if size is None else size.numel()}, the model has "
                     f"{stretch.size().numel()} elements; shape and name must not differ"
                 )
-        if state:
-            checkpoint.load(state, storage_reader=reader, no_dist=True)
+        with _quiet():
+            planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            load(state, storage_reader=reader, planner=planner, no_dist=True)
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{directory} is no checkpoint of this trainer: {error}") from error
+        raise DataError(f"{directory.parent} is no checkpoint of this model: {error}") from error
 
 
 def _weights(model: Sharded) -> dict[str, tuple[torch.Tensor, int, int]]:
@@ -149,9 +190,7 @@ def _moments(
     return found, common
 
 
-def save_state(
-    directory: Path, model: Sharded, optimizer: Optimizer | None
-) -> dict[str, Any]:
+def save_state(directory: Path, model: Sharded, optimizer: Optimizer | None) -> dict[str, Any]:
     """Write this rank's part; returns what one rank must write beside it, fit for msgpack."""
     first = {unit.name for unit in model.units if unit.layout.is_first_replica}
     names = {entry.name for unit in model.units if unit.name in first for entry in unit.entries}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from asyncflow_hzp.layout import Layout, Piece
 from asyncflow_hzp.lanes import Job
+from asyncflow_hzp.layout import Layout, Piece
 
 __all__ = ["Entry", "Slot", "Unit"]
 

@@ -40,13 +40,17 @@ def family_of(module: nn.Module) -> str | None:
 
 @dataclass(slots=True, eq=False)
 class Cut:
-    """Parameters of one unit-to-be, and the modules that need them gathered."""
+    """Parameters of one unit-to-be, and the modules that need them gathered.
+
+    `chosen` by the user; a leftover that `joins` may travel with another.
+    """
 
     name: str
     family: str
     named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     joins: bool = False
+    chosen: bool = False
 
     @property
     def kind(self) -> tuple[bool, torch.dtype, str]:
@@ -80,7 +84,10 @@ def cut_units(model: nn.Module, units: Units | None) -> list[Cut]:
     cuts: list[Cut] = []
     for name, module in model.named_modules():
         if id(module) in chosen:
-            cuts += _take(name, module, list(_own(module, chosen, name)), families, seen)
+            taken = _take(name, module, list(_own(module, chosen, name)), families, seen)
+            for cut in taken:
+                cut.chosen = True
+            cuts += taken
         elif id(module) not in inside:
             held = module.named_parameters(recurse=False, remove_duplicate=False)
             named = [(_join(name, key), param) for key, param in held]
@@ -124,9 +131,7 @@ def _chosen(units: Units | None, name: str, module: nn.Module) -> bool:
     return units(name, module)
 
 
-def _own(
-    module: nn.Module, chosen: set[int], name: str
-) -> Iterator[tuple[str, nn.Parameter]]:
+def _own(module: nn.Module, chosen: set[int], name: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters under a unit's module but not under another unit inside it."""
     for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
         yield _join(name, key), param

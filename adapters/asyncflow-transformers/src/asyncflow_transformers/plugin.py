@@ -23,13 +23,14 @@ __all__ = ["CAPABILITIES", "asyncflow_register"]
 
 CAPABILITIES = RolloutCapabilities(
     switch_modes=frozenset(SwitchMode),
-    weight_sources=frozenset({"buckets"}),
+    weight_sources=frozenset({"buckets", "path", "collective"}),
     sampling=frozenset(
         {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids"}
     ),
     prefix=True,
     seeds=True,
     pause=True,
+    readback=True,
 )
 
 

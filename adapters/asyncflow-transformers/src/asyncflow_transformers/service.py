@@ -15,7 +15,6 @@ from asyncflow_core.errors import (
     EngineError,
     ServiceClosedError,
     ServiceError,
-    UnsupportedCapabilityError,
 )
 from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.services.rollout import (
@@ -26,12 +25,13 @@ from asyncflow_core.services.rollout import (
     StagedWeights,
     SwitchMode,
 )
-from asyncflow_core.services.weight_sync import WeightSource
+from asyncflow_core.services.weight_sync import Bucket, TensorSpec, WeightSource
 from asyncflow_transformers.loading import load_model, make_engine
 from asyncflow_transformers.loop import EngineLoop
 from asyncflow_transformers.options import RolloutOptions, TokenizerOptions, check_tokenizer
 from asyncflow_transformers.requests import check_request
 from asyncflow_transformers.serving import Outbox, ServedEngine, Ticket
+from asyncflow_transformers.sources import from_broadcast, from_files
 from asyncflow_transformers.stops import StopStrings
 from asyncflow_transformers.tokenizer import HuggingFaceTokenizer
 from asyncflow_transformers.weights import DoubleBuffer
@@ -140,22 +140,42 @@ class TransformersRollout(Rollout):
             DataError: the tensors are not the model's (what was staged before stays), or the
                 source fell short (nothing is staged then).
         """
-        loop = self._opened()
-        if source.buckets is None or source.kind != "buckets":
-            raise UnsupportedCapabilityError(
-                f"{self._name} takes weights in as buckets, not as {source.kind}",
-                service=self._name,
-            )
+        loop, buckets = self._opened(), self._buckets(source)
         async with self._update:
             start = time.perf_counter()
             await loop.settled()
             await self._help(lambda: self._buffer.begin(source.manifest.tensors))
             self._staged = None
-            async for bucket in source.buckets:
+            async for bucket in buckets:
                 await self._help(lambda bucket=bucket: self._buffer.add(bucket))  # type: ignore[misc]
             checksum, nbytes = await self._help(self._buffer.finish)
             version = self._staged = source.manifest.version
             return StagedWeights(version, checksum, nbytes, time.perf_counter() - start)
+
+    async def _buckets(self, source: WeightSource) -> AsyncIterator[Bucket]:
+        """Whatever the source is, its buckets."""
+        tensors = source.manifest.tensors
+        if source.kind == "buckets" and source.buckets is not None:
+            async for bucket in source.buckets:
+                yield bucket
+            return
+        found = (
+            from_files(source.path, tensors)
+            if source.path is not None
+            else from_broadcast(source.collective or {}, tensors)
+        )
+        while True:
+            more = await self._help(lambda: next(found, None))
+            if more is None:
+                return
+            yield more
+
+    async def read_weights(self, tensors: Sequence[TensorSpec]) -> AsyncIterator[Bucket]:
+        """These tensors as they serve, a bucket each; a switch waits meanwhile."""
+        self._opened()
+        async with self._update:
+            for spec in tensors:
+                yield await self._help(lambda spec=spec: self._buffer.serving(spec))  # type: ignore[misc]
 
     async def commit_weights(self, version: int, mode: SwitchMode) -> None:
         """Let the staged version serve; see `Rollout.commit_weights` and the class."""

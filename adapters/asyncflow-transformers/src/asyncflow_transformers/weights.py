@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DoubleBuffer"]
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class DoubleBuffer:
@@ -45,8 +50,7 @@ class DoubleBuffer:
         }
         self._staged: dict[str, torch.Tensor] = {}
         self._expected: dict[str, TensorSpec] = {}
-        self._checksum = Checksum()
-        self._nbytes = 0
+        self._taken: list[TensorSpec] = []
 
     def begin(self, tensors: Sequence[TensorSpec]) -> None:
         """Start to take in these tensors.
@@ -71,10 +75,10 @@ class DoubleBuffer:
         if not self._staged:
             self._staged = {n: torch.empty_like(p.data) for n, p in self._params.items()}
         self._expected = {spec.name: spec for spec in tensors}
-        self._checksum, self._nbytes = Checksum(), 0
+        self._taken = []
 
     def add(self, bucket: Bucket) -> None:
-        """Copy a bucket's tensors into the second set and checksum what lies there then.
+        """Copy a bucket's tensors into the second set.
 
         Raises:
             DataError: a tensor that was not announced, comes twice or leaves its bucket.
@@ -86,20 +90,35 @@ class DoubleBuffer:
                 raise DataError(
                     f"a bucket has the tensor {spec}, the manifest announced {expected}"
                 )
-            target = self._staged[self._own_name(spec)].reshape(-1).view(torch.uint8)
-            _copy(bucket.tensor_bytes(spec), target)
-            self._checksum.add(spec.name, spec.dtype, spec.shape, target.cpu().numpy())
-            self._nbytes += spec.nbytes
+            _copy(bucket.tensor_bytes(spec), _bytes(self._staged[self._own_name(spec)]))
+            self._taken.append(spec)
 
     def finish(self) -> tuple[str, int]:
-        """Checksum and bytes of the second set.
+        """Checksum and bytes of the second set, as it lies there now that all has come.
 
         Raises:
             DataError: a tensor did not come.
         """
         if self._expected:
             raise DataError(f"the buckets ended without the tensor {min(self._expected)!r}")
-        return self._checksum.hexdigest(), self._nbytes
+        checksum = Checksum()
+        for spec in self._taken:
+            held = _bytes(self._staged[self._own_name(spec)]).cpu().numpy()
+            checksum.add(spec.name, spec.dtype, spec.shape, held)
+        return checksum.hexdigest(), sum(spec.nbytes for spec in self._taken)
+
+    def serving(self, spec: TensorSpec) -> Bucket:
+        """A tensor as it serves, in a bucket of its own; a view of it where it lies on the CPU.
+
+        Raises:
+            DataError: the model has no such tensor.
+        """
+        param = self._params.get(self._own_name(spec))
+        if param is None:
+            raise DataError(f"the model has no tensor {spec.name!r}")
+        dtype = _DTYPES.get(param.dtype, str(param.dtype))
+        held = replace(spec, dtype=dtype, shape=tuple(param.shape), offset=0)
+        return Bucket((held,), _bytes(param.data).cpu().numpy())
 
     def swap(self) -> None:
         """Let the second set serve."""
@@ -109,6 +128,10 @@ class DoubleBuffer:
     def _own_name(self, spec: TensorSpec) -> str:
         """The name under which the model lists the tensor; a tied one has several."""
         return self._names.get(spec.name, spec.name)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _copy(source: NDArray[np.uint8], target: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import mmap
 import os
+import secrets
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,7 @@ class Arena:
             if create and not os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, ARENA_BYTES)
                 os.posix_fallocate(self._fd, 0, UNIT)
+                os.pwrite(self._fd, secrets.token_bytes(4), 0)
             self._map = mmap.mmap(self._fd, ARENA_BYTES)
         except (OSError, ValueError) as error:
             raise ServiceError(f"the memory of a shard cannot be mapped: {path}: {error}") from (
@@ -60,6 +62,11 @@ class Arena:
             )
         self.data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.generations: NDArray[np.uint32] = self.data[:UNIT].view(np.uint32)
+
+    @property
+    def identity(self) -> int:
+        """Of this file and no other: what a file of the same name held is not in it."""
+        return int(self.generations[0])  # unit 0 is never lent
 
     def reserve(self, start: int, nbytes: int) -> None:
         """Give pages to a range.

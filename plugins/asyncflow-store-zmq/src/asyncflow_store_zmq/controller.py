@@ -26,7 +26,7 @@ from asyncflow_core.ledger import Admission
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.wire import Client, Method, Peer, Server
 from asyncflow_store_zmq.arena import Arena
-from asyncflow_store_zmq.layout import Layout
+from asyncflow_store_zmq.durable import Durable, first_lease
 from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.shard import message
 from asyncflow_store_zmq.spec import StoreSpec
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _METHODS = (
     "hello", "register", "end", "put", "lend", "lease", "find", "commit", "turn", "renew",
-    "release", "drop", "stats", "layout", "memory",
+    "release", "drop", "stats", "layout", "memory", "checkpoint", "restore",
 )  # fmt: skip
 
 
@@ -59,6 +59,7 @@ class Controller:
             max_staleness=spec.max_staleness,
             max_gap_s=spec.max_gap_s,
             raise_generation=self._raise_generation,
+            first_lease=first_lease(spec),
         )
         self._ready: dict[str, Pulse] = defaultdict(Pulse)
         self._room, self._drops = Pulse(), Pulse()
@@ -68,9 +69,10 @@ class Controller:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._ticker: asyncio.Task[None] | None = None
+        self._durable: Durable | None = None
 
     async def open(self) -> None:
-        """Connect to every shard and map its memory."""
+        """Connect to every shard, map its memory, read the journal back."""
         for number in range(self._spec.shards):
             address = self._spec.shard_addresses[number]
             client = Client(address, name="controller", token=self._spec.token)
@@ -78,6 +80,12 @@ class Controller:
             self._shards.append(client)
             self._arenas.append(Arena(self._spec.arena(number)))
             self._table.pool.add_shard()
+        if self._spec.durability != "none":
+            self._durable = Durable(self._spec, self._table, self._arenas, self._sync_shards)
+            self._durable.open()
+            nobody = Peer(b"", "", alive=False)  # whoever registers an equal task takes it over
+            for task in self._table.tasks():
+                self._registrations[secrets.token_hex(8)] = task, nobody
         self._ticker = asyncio.create_task(self._tick())
 
     async def aclose(self) -> None:
@@ -86,8 +94,13 @@ class Controller:
             self._ticker.cancel()
         if self._timer is not None:
             self._timer.cancel()
+        if self._durable is not None:
+            await self._durable.aclose()
         for client in self._shards:
             await client.aclose()
+
+    async def _sync_shards(self) -> None:
+        await asyncio.gather(*(shard.call("shard.sync", {"m": []}) for shard in self._shards))
 
     def expose(self, server: Server) -> None:
         """Offer the methods."""
@@ -102,7 +115,8 @@ class Controller:
 
         def call(m: list[Any], peer: Peer) -> Any:
             try:
-                return function(m, peer)
+                value = function(m, peer)
+                return value if self._durable is None else self._durable.answer(value)
             except AsyncFlowError:
                 raise
             except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
@@ -126,7 +140,7 @@ class Controller:
             name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order)
         )
         for handle, (task, owner) in self._registrations.items():
-            if owner.name == peer.name and not owner.alive and task == spec:
+            if owner.name in ("", peer.name) and not owner.alive and task == spec:
                 self._registrations[handle] = spec, peer
                 return handle
         self._table.register(spec)
@@ -143,7 +157,7 @@ class Controller:
     def put(self, m: list[Any], peer: Peer) -> Any:
         """[written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory]."""
         written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory = m
-        names = tuple(column.name for column in Layout.load(written[5]).columns)
+        names = tuple(self._table.layout_of(written[5]).positions)
         put = self._table.begin_put(
             peer,
             Written(*written),
@@ -216,12 +230,11 @@ class Controller:
 
     async def _wait_lease(self, m: list[Any]) -> list[Any] | None:
         deadline = asyncio.get_running_loop().time() + m[7]
-        while await self._ready[m[0]].wait(deadline):
-            found = self._try_lease(m)
+        while True:
+            found = self._try_lease(m)  # also at first: rows may have come before this task ran
             self._follow()
-            if found is not None:
+            if found is not None or not await self._ready[m[0]].wait(deadline):
                 return found
-        return None
 
     def find(self, m: list[Any], peer: Peer) -> list[Any]:
         """[lease, fence, rows, columns, extra]: where rows lie."""
@@ -232,7 +245,7 @@ class Controller:
     def commit(self, m: list[Any], peer: Peer) -> Any:
         """[lease, fence, rows, written, tokens, oldest, version, memory] -> counts and memory."""
         lease_id, fence, rows, written, tokens, oldest, version, memory = m
-        result, _claim, _segment = self._table.commit(
+        result = self._table.commit(
             self._clock(),
             peer,
             BatchRef(lease_id, fence, tuple(rows.tolist())),
@@ -301,6 +314,16 @@ class Controller:
             bytes=self._table.pool.nbytes,
             waiting_puts=self._waiting_puts,
         )
+
+    def checkpoint(self, m: list[Any], peer: Peer) -> None:
+        """[version]."""
+        self._table.checkpoint(self._clock(), m[0])
+        if self._durable is not None:
+            self._durable.shorten()
+
+    def restore(self, m: list[Any], peer: Peer) -> int:
+        """[version]."""
+        return self._table.restore(self._clock(), m[0])
 
     def layout(self, m: list[Any], peer: Peer) -> bytes:
         """[number]."""

@@ -15,11 +15,13 @@ from typing import NamedTuple
 from asyncflow_core.errors import BackpressureError, DataError
 from asyncflow_store_zmq.arena import ARENA_BYTES, UNIT
 
-__all__ = ["LENT_BYTES", "Extent", "ExtentPool", "Hole", "Segment"]
+__all__ = ["LARGE_BYTES", "LENT_BYTES", "Extent", "ExtentPool", "Hole", "Segment"]
 
 LENT_BYTES = 4 * UNIT
-"""What a writer gets at a time, unless a single call needs more."""
-_WARM_BYTES = 16 * LENT_BYTES
+"""What a writer gets at a time, at least."""
+LARGE_BYTES = 8 * LENT_BYTES
+"""What a writer of large batches gets, and asks for ahead."""
+_WARM_BYTES = 3 * LARGE_BYTES
 _GRACE_S = 5.0
 
 
@@ -107,6 +109,7 @@ class ExtentPool:
         self._generations: dict[tuple[int, int], int] = {}
         self._dying: dict[Extent, None] = {}  # sealed, with dead pages, oldest first
         self._warm_bytes = 0
+        self._replaying = False
         self.nbytes = 0
         self.holes: list[Hole] = []
 
@@ -142,8 +145,18 @@ class ExtentPool:
         self._tops[shard] += units
         return Extent(shard, slot, units)
 
+    def begin_replay(self) -> None:
+        """What an earlier life wrote is told again; until `end_replay` no memory comes free."""
+        self._replaying = True
+
+    def end_replay(self) -> None:
+        """Whatever turned out to be unused is free."""
+        self._replaying = False
+        for extent in list(self._lent.values()):
+            self._settle(extent)
+
     def adopt(self, shard: int, slot: int, units: int) -> Extent:
-        """An extent of an earlier life that is known to be in use, sealed; the same one twice."""
+        """An extent of an earlier life, sealed; the same one for the same place."""
         extent = self._lent.get((shard, slot))
         if extent is None:
             extent = self._lent[shard, slot] = Extent(shard, slot, units)
@@ -195,7 +208,7 @@ class ExtentPool:
         self._settle(extent)
 
     def _settle(self, extent: Extent) -> None:
-        if extent.holder is not None:
+        if extent.holder is not None or self._replaying:
             return
         if extent.segments:
             if extent.dead:
@@ -204,7 +217,7 @@ class ExtentPool:
         self._dying.pop(extent, None)
         del self._lent[extent.shard, extent.slot]
         extent.dead.clear()
-        extent.warm = extent.nbytes == LENT_BYTES and self._warm_bytes < _WARM_BYTES
+        extent.warm = self._warm_bytes + extent.nbytes <= _WARM_BYTES
         if extent.warm:
             self._warm_bytes += extent.nbytes
         else:

@@ -46,6 +46,12 @@ class StoreDirectory:
             for arena in self.memory.glob("*.arena"):
                 arena.unlink()
 
+    @property
+    def shards(self) -> int:
+        """Shards whose memory is there already."""
+        numbers = (int(path.stem.removeprefix("shard-")) for path in self.memory.glob("*.arena"))
+        return max(numbers, default=-1) + 1
+
     def close(self) -> None:
         """Let go of it."""
         os.close(self._lock)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncflow_core.batch import Column
 from asyncflow_core.errors import LeaseLostError
 from asyncflow_store_zmq.arena import UNIT, Arena
-from asyncflow_store_zmq.extents import LENT_BYTES
+from asyncflow_store_zmq.extents import LARGE_BYTES, LENT_BYTES
 from asyncflow_store_zmq.layout import Layout, Packed, Piece, finish, take
 from asyncflow_store_zmq.places import MAX_ENTRIES, entry_of
 
@@ -64,10 +64,16 @@ class Space:
         self._next: Lent | None = None
         self._full: list[Lent] = []
         self._asked = False
+        self._wish = LENT_BYTES
+
+    def wish(self, nbytes: int) -> int:
+        """How much to ask for when a segment of this size does not fit."""
+        return nbytes if nbytes > LARGE_BYTES else self._wish
 
     def take(self, nbytes: int) -> tuple[Lent, int] | None:
         """Room for a segment and where it begins; None when an extent must be asked for first."""
-        if nbytes > LENT_BYTES:
+        self._wish = min(LARGE_BYTES, max(LENT_BYTES, 8 * nbytes))
+        if nbytes > LARGE_BYTES:
             return None
         if self._now is not None and self._now.position + nbytes > self._now.end:
             self._full.append(self._now)
@@ -79,7 +85,7 @@ class Space:
     def take_from(self, reply: Sequence[int], nbytes: int) -> tuple[Lent, int]:
         """Room in an extent that was asked for; a large segment has its own."""
         lent = _lent(reply)
-        if nbytes > LENT_BYTES or self._now is not None:
+        if nbytes > LARGE_BYTES or self._now is not None:
             self._full.append(lent)
         else:
             self._now = lent
@@ -91,14 +97,18 @@ class Space:
         lent.writing += 1
         return lent, start
 
-    def report(self) -> list[Any]:
-        """What rides along: extents that are full, and how many bytes are wanted ahead."""
+    def full(self) -> list[list[int]]:
+        """Extents to give back: full, and the controller knows of all that is in them."""
         done = [lent for lent in self._full if not lent.writing]
         if done:
             self._full = [lent for lent in self._full if lent.writing]
+        return [[lent.shard, lent.slot] for lent in done]
+
+    def report(self) -> list[Any]:
+        """What rides along: extents given back, and how many bytes are wanted ahead."""
         wanted = self._next is None and not self._asked
         self._asked |= wanted
-        return [[[lent.shard, lent.slot] for lent in done], int(wanted)]
+        return [self.full(), self._wish if wanted else 0]
 
     def add(self, report: list[Any], reply: Sequence[int] | None) -> None:
         """What came back for a report; None also when the call failed."""

@@ -10,21 +10,21 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 
-__all__ = ["NOWHERE", "PlaceTable", "entry_of", "place_of"]
+__all__ = ["ENTRY_BITS", "NOWHERE", "PlaceTable", "entry_of", "place_of"]
 
 NOWHERE = -1
-_ENTRY_BITS = 20
-MAX_ENTRIES = 1 << _ENTRY_BITS
+ENTRY_BITS = 20
+MAX_ENTRIES = 1 << ENTRY_BITS
 
 
 def place_of(segment: int, entry: int) -> int:
     """One integer of both."""
-    return segment << _ENTRY_BITS | entry
+    return segment << ENTRY_BITS | entry
 
 
 def entry_of(place: int) -> tuple[int, int]:
     """Segment and entry of a place."""
-    return place >> _ENTRY_BITS, place & (MAX_ENTRIES - 1)
+    return place >> ENTRY_BITS, place & (MAX_ENTRIES - 1)
 
 
 class PlaceTable:

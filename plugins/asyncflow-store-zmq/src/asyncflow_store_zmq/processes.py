@@ -53,7 +53,7 @@ class StoreProcesses:
             sockets=str(directory.sockets),
             address=options.bind or f"ipc://{directory.sockets}/store.sock",
             token=self._token,
-            shards=options.shards,
+            shards=max(options.shards, directory.shards),
             durability=options.durability,
             capacity_rows=options.capacity_rows,
             capacity_bytes=options.capacity_bytes,

@@ -49,12 +49,26 @@ _NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 class _Held:
     """A lease this client got: where its rows lie, as long as they are surely its own."""
 
-    keys: dict[int, Key]
-    positions: dict[int, int]
+    rows: list[int]
+    keys: list[Key]
     wanted: Wanted
     extra: frozenset[str]
     deadline: float
-    held: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    _positions: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> dict[int, int]:
+        """Row to position."""
+        if not self._positions:
+            self._positions = {row: position for position, row in enumerate(self.rows)}
+        return self._positions
+
+    def holds(self, rows: Sequence[int]) -> bool:
+        """Whether these rows are its own, as far as is known here."""
+        if not self.gone and list(rows) == self.rows:
+            return True
+        return self.positions.keys() >= set(rows) and self.gone.isdisjoint(rows)
 
 
 class _Names(Sequence[Key]):
@@ -155,7 +169,8 @@ class Session:
         packed = pack(batch)
         found = self._space.take(packed.nbytes)
         if found is None:
-            reply = yield Call("store.lend", [packed.nbytes, self._space.report()[0]])
+            wish = self._space.wish(packed.nbytes)
+            reply = yield Call("store.lend", [wish, self._space.full()])
             found = self._space.take_from(reply, packed.nbytes)
         lent, start = found
         try:
@@ -191,29 +206,24 @@ class Session:
         """A hand-out, asked for at `start`, as a lease; asks for layouts never seen."""
         lease_id, matrix, sources, table, extra, expires = reply
         wanted = yield from self._wanted(matrix, sources, table)
-        infos, keys, positions = [], {}, {}
-        for position, row in enumerate(matrix[:, :FACTS].tolist()):
-            number, source, epoch, sequence, sample, batch, tokens, oldest = row
-            key = Key(source, epoch, sequence, sample)
-            keys[number] = key
-            positions[number] = position
-            infos.append(
-                RowInfo(
-                    number,
-                    key,
-                    None if batch < 0 else batch,
-                    tokens,
-                    None if oldest < 0 else oldest,
-                )
+        numbers, *parts, batches, tokens, oldest = matrix[:FACTS].tolist()
+        keys = list(map(Key, *parts))
+        infos = tuple(
+            map(
+                RowInfo,
+                numbers,
+                keys,
+                [None if batch < 0 else batch for batch in batches],
+                tokens,
+                [None if version < 0 else version for version in oldest],
             )
+        )
         # One machine, one clock; from elsewhere, counted from before the call was sent.
         deadline = expires if self._local else start + asked[6]
-        self._leases[lease_id] = _Held(
-            keys, positions, wanted, frozenset(extra), deadline, set(positions)
-        )
+        self._leases[lease_id] = _Held(numbers, keys, wanted, frozenset(extra), deadline)
         while len(self._leases) > _REMEMBERED_LEASES:
             self._leases.popitem(last=False)
-        return Lease(lease_id, asked[0], asked[1], lease_id, asked[6], tuple(infos))
+        return Lease(lease_id, asked[0], asked[1], lease_id, asked[6], infos)
 
     def _wanted(
         self, matrix: NDArray[np.int64], sources: list[list[str]], table: NDArray[np.int64]
@@ -224,10 +234,9 @@ class Session:
                 data = yield Call("store.layout", [fields[6]])
                 self._layouts[fields[6]] = Layout.load(data)
         places = [
-            (names, np.ascontiguousarray(matrix[:, FACTS + number]))
-            for number, names in enumerate(sources)
+            (names, matrix[FACTS + number]) for number, names in enumerate(sources)
         ]
-        return Wanted(len(matrix), places, segments)
+        return Wanted(matrix.shape[1], places, segments)
 
     def read(self, ref: BatchRef, columns: Sequence[str]) -> Steps:
         """-> Batch; see `DataStore.read`. Without a message while the lease surely lives."""
@@ -251,7 +260,7 @@ class Session:
         if held is None or ref.fence != ref.lease_id or time.monotonic() >= held.deadline:
             return None
         known = {name for names, _ in held.wanted.sources for name in names} - held.extra
-        if not known.issuperset(columns) or not held.held.issuperset(ref.rows):
+        if not known.issuperset(columns) or not held.holds(ref.rows):
             return None
         return held
 
@@ -302,12 +311,16 @@ class Session:
             response = yield from self._response(ref, held)
         if writes.rows != len(ref.rows):
             return  # the controller says so
-        keys = held.keys if held is not None else {}
-        validate(writes, [keys.get(row, Key(0, 0, row, 0)) for row in ref.rows], response=response)
+        keys: list[Key] = []
+        if held is None:
+            keys = [Key(0, 0, row, 0) for row in ref.rows]
+        else:
+            keys = [held.keys[held.positions[row]] for row in ref.rows]
+        validate(writes, keys, response=response)
 
     def _response(self, ref: BatchRef, held: _Held | None) -> Steps:
         """The responses of leased rows; None where they are not there (any more)."""
-        if held is not None and held.held.issuperset(ref.rows):
+        if held is not None and held.holds(ref.rows):
             wanted = _subset(held, ref)
             if not any("response_ids" in names for names, _ in wanted.sources):
                 return None
@@ -330,13 +343,21 @@ class Session:
     def _forget(self, lease_id: int, rows: Sequence[int]) -> None:
         held = self._leases.get(lease_id)
         if held is not None:
-            held.held.difference_update(rows)
+            held.gone.update(rows)
 
     def drop(self, keys: Sequence[Key], reason: str) -> Steps:
         """-> rows dropped."""
         return (
             yield Call("store.drop", [np.array(keys, np.int64).reshape(len(keys), 4), reason])
         )
+
+    def checkpoint(self, version: int) -> Steps:
+        """See `SupportsDurability`."""
+        yield Call("store.checkpoint", [version])
+
+    def restore(self, version: int) -> Steps:
+        """-> rows given back; see `SupportsDurability`."""
+        return (yield Call("store.restore", [version]))
 
     def stats(self, drops_after: int, wait_s: float) -> Steps:
         """-> StoreStats."""
@@ -349,10 +370,10 @@ def _ref(ref: BatchRef) -> list[Any]:
 
 def _subset(held: _Held, ref: BatchRef) -> Wanted:
     """Where the rows of a reference lie, in its order."""
-    positions = [held.positions[row] for row in ref.rows]
     whole = held.wanted
-    if positions == list(range(whole.rows)):
+    if list(ref.rows) == held.rows:
         return whole
+    positions = [held.positions[row] for row in ref.rows]
     sources = [(names, places[positions]) for names, places in whole.sources]
     return Wanted(len(positions), sources, whole.segments)
 

@@ -204,6 +204,15 @@ class ZmqDataStore(DataStore):
         count: int = await self._run(self._opened.drop(keys, reason))
         return count
 
+    async def checkpoint(self, version: int) -> None:
+        """See `SupportsDurability.checkpoint`."""
+        await self._run(self._opened.checkpoint(version))
+
+    async def restore(self, version: int) -> int:
+        """See `SupportsDurability.restore`."""
+        count: int = await self._run(self._opened.restore(version))
+        return count
+
     async def stats(self, *, drops_after: int = 0, wait_s: float = 0.0) -> StoreStats:
         """See `DataStore.stats`; `bytes` counts segments, with their offsets."""
         stats: StoreStats = await self._run(

@@ -28,15 +28,17 @@ from asyncflow_core.ledger import (
     samples_in,
 )
 from asyncflow_core.schema import PER_TOKEN
-from asyncflow_core.services.data_store import CommitResult, StoreStats, TaskSpec
-from asyncflow_store_zmq.extents import ExtentPool, Segment
+from asyncflow_core.services.data_store import CommitResult, Order, StoreStats, TaskSpec
+from asyncflow_store_zmq import history
+from asyncflow_store_zmq.extents import Extent, ExtentPool, Segment
 from asyncflow_store_zmq.layout import ColumnLayout, Layout
-from asyncflow_store_zmq.places import NOWHERE, PlaceTable, entry_of, place_of
+from asyncflow_store_zmq.places import ENTRY_BITS, NOWHERE, PlaceTable, entry_of, place_of
+from asyncflow_store_zmq.retained import Retained
 
 __all__ = ["FACTS", "Handout", "Incoming", "Table", "Written"]
 
 FACTS = 8
-"""Columns of a hand-out's matrix before the places: row, key (4), batch, tokens, oldest version."""
+"""Lines of a hand-out's matrix before the places: row, key (4), batch, tokens, oldest version."""
 _PLAN_BITS = 10
 _MAX_PLANS = 1 << _PLAN_BITS
 _BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
@@ -81,8 +83,8 @@ class Handout(NamedTuple):
 
     Attributes:
         lease_id: of the lease.
-        rows: int64 [rows, FACTS + sources]; see `FACTS`; then a place for each source.
-        sources: for each of the last columns of `rows`, the columns of the store that lie there.
+        rows: int64 [FACTS + sources, rows]; see `FACTS`; then the places of each source.
+        sources: for each of the last lines of `rows`, the columns of the store that lie there.
         segments: int64 [segments, 8]: number, shard, slot, start, nbytes, rows, layout, generation.
         extra: columns among the sources that the task does not read: to check what it writes.
     """
@@ -100,6 +102,9 @@ class Table:
     Attributes:
         ledger: rows, tasks, leases, credit.
         pool: memory.
+        log: takes what must not be forgotten, in order, as plain lists; None forgets. Records are
+            read back by `history.Replay`.
+        retained: what waits for a checkpoint, where there is a log.
         ready: tasks whose waiters should try again; room: producers should; dropped: watchers.
     """
 
@@ -133,6 +138,8 @@ class Table:
         self._tasks: dict[str, TaskSpec] = {}
         self._plans: list[_Plan] = []
         self._plan_of: dict[str, int] = {}  # by partition, until tasks change
+        self.log: Callable[[list[Any]], None] | None = None
+        self.retained = Retained()
         self.ready: set[str] = set()
         self.room = False
         self.dropped = False
@@ -142,14 +149,17 @@ class Table:
     def register(self, spec: TaskSpec) -> None:
         """See `DataStore.register`."""
         self.ledger.register(spec)
-        self._tasks[spec.name] = spec
-        self._plan_of.clear()
+        if spec.name not in self._tasks:
+            self._tasks[spec.name] = spec
+            self._plan_of.clear()
+            self._log(history.task_record(spec))
 
     def leave(self, name: str, now: float) -> None:
         """Take a member from a task."""
         if self.ledger.leave(name):
             self._tasks.pop(name, None)
             self._plan_of.clear()
+            self._log(["leave", name])
         self._follow(now)
 
     # Put
@@ -169,7 +179,7 @@ class Table:
             DataError: see `DataStore.put`.
             BackpressureError: a group is larger than the whole store.
         """
-        layout = self._layout(written.layout)
+        layout = self.layout_of(written.layout)
         if not len(keys) == len(tokens) == len(oldest) == written.rows:
             raise DataError(f"a put of {written.rows} rows came with {len(keys)} keys")
         self._agree(layout)
@@ -183,32 +193,34 @@ class Table:
         ledger, segment, admission = self.ledger, put.segment, put.admission
         plan_number = self._plan(admission.partition)
         run = self._plans[plan_number].run(admission.samples)
+        intake, first, entries = None, put.position, []
         for position in range(put.position, len(put.keys)):
             key = put.keys[position]
-            if ledger.known(key):
-                put.position += 1
-                continue
-            if not ledger.fits(admission):
-                return False
-            start = self._places.add(place_of(segment.number, position), run)
-            oldest = put.oldest[position]
-            ledger.put(
-                key,
-                admission,
-                tokens=put.tokens[position],
-                oldest=None if oldest < 0 else oldest,
-                place=start << _PLAN_BITS | plan_number,
-            )
-            segment.refs += 1
+            if not ledger.known(key):
+                if not ledger.fits(admission):
+                    break
+                if intake is None:
+                    intake = ledger.intake(admission)
+                start = self._places.add(place_of(segment.number, position), run)
+                oldest = put.oldest[position]
+                intake.put(
+                    key,
+                    tokens=put.tokens[position],
+                    oldest=None if oldest < 0 else oldest,
+                    place=start << _PLAN_BITS | plan_number,
+                )
+                segment.refs += 1
+                put.stored += 1
+                entries.append(position)
             put.position += 1
-            put.stored += 1
-        self._collect_ready()
-        return True
+        if self.log is not None and entries:
+            self.log(history.put_record(put, self.describe(segment), entries))
+        self.ready |= ledger.take_effects().ready if put.position > first else set()
+        return put.position == len(put.keys)
 
     def end_put(self, put: Incoming, now: float) -> None:
         """Let go of its memory: what no stored group needs is free."""
-        self._collect_ready()
-        self._unref(put.segment, now)
+        self.unref(put.segment, now)
 
     # Lease and read
 
@@ -264,24 +276,21 @@ class Table:
         sources, where = self._sources(rows, names)
         values, columns = self._places.values, []
         for slot in where:
-            columns.append([values[place(group, sample, slot)] for group, sample in rows])
-        facts = [
-            (
-                row_number(group.number, sample),
-                *group.key,
-                sample,
-                -1 if group.admission.batch is None else group.admission.batch,
-                group.tokens[sample],
-                group.oldest[sample],
-            )
-            for group, sample in rows
-        ]
-        matrix = np.empty((len(rows), FACTS + len(columns)), np.int64)
-        matrix[:, :FACTS] = facts
+            if slot < 0:
+                columns.append([values[group.place >> _PLAN_BITS] for group, _ in rows])
+            else:
+                columns.append([values[place(group, sample, slot)] for group, sample in rows])
+        matrix = np.empty((FACTS + len(columns), len(rows)), np.int64)
+        matrix[0] = [row_number(group.number, sample) for group, sample in rows]
+        matrix[1:4] = np.array([group.key for group, _ in rows], np.int64).T
+        matrix[4] = [sample for _, sample in rows]
+        matrix[5] = [-1 if (b := g.admission.batch) is None else b for g, _ in rows]
+        matrix[6] = [group.tokens[sample] for group, sample in rows]
+        matrix[7] = [group.oldest[sample] for group, sample in rows]
         used: dict[int, None] = {}
         for number, column in enumerate(columns):
-            matrix[:, FACTS + number] = column
-            used.update(dict.fromkeys(entry_of(value)[0] for value in column))
+            matrix[FACTS + number] = column
+            used.update(dict.fromkeys((matrix[FACTS + number] >> ENTRY_BITS).tolist()))
         segments = [self._segment_fields(number) for number in used]
         table = np.array(segments, np.int64).reshape(len(segments), 8)
         return Handout(lease_id, matrix, sources, table, extra)
@@ -330,16 +339,27 @@ class Table:
         tokens: list[int],
         oldest: list[int],
         version: int | None,
-    ) -> tuple[CommitResult, Claim, Segment | None]:
-        """See `DataStore.commit`; also what it was about, for the journal."""
-        claim = self.inspect(now, ref)
+    ) -> CommitResult:
+        """See `DataStore.commit`."""
         if version is not None and version < 0:
             raise ConfigError(f"versions count from 0, got version={version}")
+        task = self.ledger.task_of(ref.lease_id)
+        if written is None and task is not None and not task.writes and self.log is None:
+            claim = Claim(task, ())  # nothing to write: the commit itself looks at the rows
+        else:
+            claim = self.inspect(now, ref)
         segment = self._written(holder, claim, len(ref.rows), written)
         try:
             if segment is not None:
                 self._agree(self._layouts[segment.layout])
-                self._record(claim, ref.rows, segment)
+                self.record(claim.task, ref.rows, claim.held, segment)
+            if self.log is not None:
+                rows = [ref.rows[position] for position in claim.held]
+                self.note_trained(claim.task, rows, version)
+                place = None if segment is None else self.describe(segment)
+                record = history.commit_record(
+                    claim, [self.ledger.key_of(row) for row in rows], place, tokens, oldest, version
+                )
             result = self.ledger.commit(
                 now,
                 ref,
@@ -349,15 +369,17 @@ class Table:
                 else None,
             )
             self._follow(now)
+            if self.log is not None and claim.held:
+                self.log(record)
         finally:
             if segment is not None:
-                self._unref(segment, now)
-        return result, claim, segment
+                self.unref(segment, now)
+        return result
 
     def _written(
         self, holder: Hashable, claim: Claim, rows: int, written: Written | None
     ) -> Segment | None:
-        names = () if written is None else tuple(self._layout(written.layout).positions)
+        names = () if written is None else tuple(self.layout_of(written.layout).positions)
         count = rows if written is None else written.rows
         if set(names) != set(claim.task.writes) or count != rows:
             raise DataError(
@@ -367,14 +389,31 @@ class Table:
             )
         return None if written is None else self._take(holder, written)
 
-    def _record(self, claim: Claim, rows: Sequence[int], segment: Segment) -> None:
-        """Note where the held rows' new columns lie."""
+    def record(
+        self, task: TaskSpec, rows: Sequence[int], held: Iterable[int], segment: Segment
+    ) -> None:
+        """Note where the new columns of held rows lie."""
         values, number = self._places.values, segment.number
-        for position in claim.held:
+        for position in held:
             group_number, sample = locate(rows[position])
             group = self.ledger.group(group_number)
-            values[self._own_place(group, sample, claim.task)] = place_of(number, position)
+            values[self._own_place(group, sample, task)] = place_of(number, position)
             segment.refs += 1
+
+    def note_trained(self, task: TaskSpec, rows: Sequence[int], version: int | None) -> None:
+        """A trainer is done with rows: they wait for a checkpoint."""
+        if task.order is Order.STEP and version is not None:
+            for row in rows:
+                number, sample = locate(row)
+                self.retained.trained(number, sample, version)
+
+    def describe(self, segment: Segment) -> list[Any]:
+        """A segment for the log."""
+        extent = segment.extent
+        return [
+            extent.shard, extent.slot, extent.units, segment.start, segment.nbytes, segment.rows,
+            self._layouts[segment.layout].dump(),
+        ]  # fmt: skip
 
     def _own_place(self, group: Group, sample: int, task: TaskSpec) -> int:
         plan = self._plans[group.place & (_MAX_PLANS - 1)]
@@ -393,8 +432,35 @@ class Table:
 
     def drop(self, now: float, keys: Iterable[Key], reason: str) -> int:
         """See `DataStore.drop`."""
+        keys = list(keys)
         count = self.ledger.drop(keys, reason=reason)
         self._follow(now)
+        if count:
+            self._log(["drop", [list(key) for key in keys], reason])
+        return count
+
+    def checkpoint(self, now: float, version: int) -> None:
+        """See `SupportsDurability.checkpoint`."""
+        for group in self.retained.checkpoint(version):
+            self._forget(group, now)
+        self._log(["checkpoint", version])
+
+    def restore(self, now: float, version: int) -> int:
+        """See `SupportsDurability.restore`."""
+        count = 0
+        trainers = [task.name for task in self._tasks.values() if task.order is Order.STEP]
+        for group, mask in self.retained.take_above(version):
+            self.ledger.revive(group, mask, dict.fromkeys(trainers, 0))
+            count += mask.bit_count()
+        for group in self.ledger.groups():
+            rows = [
+                row_number(group.number, sample)
+                for sample in self.retained.forget_above(group.number, version)
+            ]
+            for name in trainers if rows else ():
+                count += self.ledger.undo(name, rows)
+        self._follow(now)
+        self._log(["restore", version])
         return count
 
     def advance(self, now: float) -> None:
@@ -413,9 +479,107 @@ class Table:
             raise DataError(f"there is no layout {number}")
         return self._layouts[number].dump()
 
+    # Reading back what an earlier life wrote; see `history.py`
+
+    def take_again(self, place: list[Any]) -> Segment:
+        """A segment as `describe` said; the caller holds one of its refs."""
+        shard, slot, units, start, nbytes, rows, layout = place
+        extent = self.pool.adopt(shard, slot, units)
+        self._agree(self.layout_of(layout))
+        return self._hold(extent, Written(shard, slot, start, nbytes, rows, layout))
+
+    def put_again(
+        self,
+        segment: Segment | None,
+        keys: Sequence[GroupKey],
+        admission: Admission,
+        tokens: Sequence[int],
+        oldest: Sequence[int],
+        entries: Sequence[int],
+    ) -> None:
+        """Groups that were stored; without a segment, their payload is gone."""
+        plan_number = self._plan(admission.partition)
+        run = self._plans[plan_number].run(admission.samples)
+        intake = self.ledger.intake(admission)
+        for key, brought, age, entry in zip(keys, tokens, oldest, entries, strict=True):
+            where = NOWHERE if segment is None else place_of(segment.number, entry)
+            start = self._places.add(where, run)
+            intake.put(
+                key,
+                tokens=brought,
+                oldest=None if age < 0 else age,
+                place=start << _PLAN_BITS | plan_number,
+            )
+            if segment is not None:
+                segment.refs += 1
+
+    def commit_again(
+        self,
+        name: str,
+        rows: Sequence[int],
+        segment: Segment | None,
+        entries: Sequence[int],
+        tokens: Mapping[int, int],
+        oldest: Mapping[int, int],
+        version: int | None,
+    ) -> None:
+        """Rows that a task was done with."""
+        task = self._tasks[name]
+        if segment is not None:
+            values = self._places.values
+            for row, entry in zip(rows, entries, strict=True):
+                number, sample = locate(row)
+                where = self._own_place(self.ledger.group(number), sample, task)
+                if values[where] == NOWHERE:
+                    values[where] = place_of(segment.number, entry)
+                    segment.refs += 1
+        self.note_trained(task, rows, version)
+        ages = {row: None if age < 0 else age for row, age in oldest.items()}
+        self.ledger.redo(name, rows, tokens=tokens, oldest=ages)
+        self._follow(0.0)
+
+    def place_again(self, writers: Sequence[str], places: Sequence[int]) -> int:
+        """A group's run of places -> the group's `place`."""
+        plan = _Plan(tuple(self._tasks[name] for name in writers))
+        if plan not in self._plans:
+            self._plans.append(plan)
+        start = self._places.add(places[0], len(places) - 1)
+        for position, value in enumerate(places[1:], start + 1):
+            self._places.values[position] = value
+        return start << _PLAN_BITS | self._plans.index(plan)
+
+    def group_again(
+        self, group: Group, done: Mapping[str, int], trained: Mapping[int, int]
+    ) -> None:
+        """A group of a snapshot: living, or kept for a checkpoint."""
+        if group.alive:
+            number = self.ledger.revive(group, group.alive, done).number
+            self.retained.versions[number].update(trained)
+        else:
+            group.number = -len(self.retained.groups) - 1  # no living group has it
+            self.retained.versions[group.number].update(trained)
+            self.retained.groups[group.number] = group
+        self._follow(0.0)
+
+    def tasks(self) -> Iterable[TaskSpec]:
+        """Registered ones."""
+        return self._tasks.values()
+
+    def segments(self) -> Iterable[Segment]:
+        """Living ones."""
+        return self._segments.values()
+
+    def places_of(self, group: Group) -> tuple[list[str], list[int]]:
+        """Who writes into a group, and its run of places."""
+        plan = self._plans[group.place & (_MAX_PLANS - 1)]
+        start = group.place >> _PLAN_BITS
+        end = start + 1 + plan.run(group.admission.samples)
+        return [task.name for task in plan.writers], list(self._places.values[start:end])
+
     # Within
 
-    def _layout(self, data: bytes) -> Layout:
+    def layout_of(self, data: bytes) -> Layout:
+        """The layout of these bytes, read once."""
         number = self._layout_numbers.get(data)
         if number is None:
             layout = Layout.load(data)
@@ -448,6 +612,9 @@ class Table:
         extent = self.pool.find(
             holder, written.shard, written.slot, written.start, written.nbytes
         )
+        return self._hold(extent, written)
+
+    def _hold(self, extent: Extent, written: Written) -> Segment:
         self._last_segment += 1
         segment = Segment(
             self._last_segment,
@@ -463,15 +630,16 @@ class Table:
         self.pool.born(segment)
         return segment
 
-    def _unref(self, segment: Segment, now: float) -> None:
+    def unref(self, segment: Segment, now: float) -> None:
+        """One entry of a segment is needed no more."""
         segment.refs -= 1
         if not segment.refs:
             del self._segments[segment.number]
             self.pool.died(segment, now)
 
-    def _collect_ready(self) -> None:
-        effects = self.ledger.take_effects()
-        self.ready |= effects.ready
+    def _log(self, record: list[Any]) -> None:
+        if self.log is not None:
+            self.log(record)
 
     def _follow(self, now: float) -> None:
         """Free what the ledger's last acts left without a reader."""
@@ -485,18 +653,28 @@ class Table:
             self._free(group, mask, now)
 
     def _free(self, group: Group, mask: int, now: float) -> None:
+        if self.log is None:
+            self._forget(group, now, mask)
+        elif not group.alive and not self.retained.keep(group):
+            # What is kept for a checkpoint is kept by the group.
+            self._forget(group, now)
+
+    def _forget(self, group: Group, now: float, mask: int = -1) -> None:
+        """Rows (default all) need their payload no more."""
         values, start = self._places.values, group.place >> _PLAN_BITS
         plan = self._plans[group.place & (_MAX_PLANS - 1)]
         samples = group.admission.samples
+        mask &= (1 << samples) - 1
         for writer in range(len(plan.writers)):
             for sample in samples_in(mask):
                 position = start + 1 + writer * samples + sample
                 value = values[position]
                 if value != NOWHERE:
                     values[position] = NOWHERE
-                    self._unref(self._segments[entry_of(value)[0]], now)
+                    self.unref(self._segments[entry_of(value)[0]], now)
         if not group.alive:
-            self._unref(self._segments[entry_of(values[start])[0]], now)
+            if values[start] != NOWHERE:
+                self.unref(self._segments[entry_of(values[start])[0]], now)
             self._places.free(start, plan.run(samples))
 
 

@@ -7,11 +7,12 @@
         spare                retired: its pages are used again for the next version
         3-v17-l0.weights     published: serial, version, life
 
-A reader holds a shared lock on what it maps. The lock belongs to the mapping (`mmap` duplicates
-the descriptor), so it ends when the last view of the bytes is gone, and not before: the publisher
-writes into a file again only where it gets the exclusive lock. Nothing that is mapped is ever
-shortened or written, and all bytes are reserved before they are written, so that a full disk is an
-error of `publish` and never a SIGBUS in a reader. Locks end with their process, however it ends.
+A reader holds a shared lock on what it reads, which ends when the last view of the bytes is gone,
+and not before: the publisher writes into a file again only where it gets the exclusive lock.
+Nothing that is locked is ever shortened or written, and all bytes are reserved before they are
+written, so that a full disk is an error of `publish` and never a SIGBUS in a reader. Locks end with
+their process, however it ends. Mappings are kept on both sides: a first touch of a page costs more
+than copying it (measured: 1.0 GB/s into a new mapping, 4.8 GB/s into a warm one).
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PublisherDirectory", "SegmentWriter", "map_segment", "sweep"]
+__all__ = ["Mappings", "PublisherDirectory", "SegmentWriter", "sweep"]
 
 ALIGNMENT = 64
 """Buckets start at multiples of this: a cache line, and any element size."""
@@ -78,26 +82,39 @@ def sweep(root: Path) -> list[Path]:
 class SegmentWriter:
     """A file being filled. `finish` or `abort` ends it."""
 
-    def __init__(self, path: Path, fd: int) -> None:
-        """Write to an open file that nobody else can see or has mapped."""
+    def __init__(self, path: Path, fd: int, pages: NDArray[np.uint8] | None = None) -> None:
+        """Write to an open file that nobody else can see or has mapped.
+
+        Args:
+            path: of the file.
+            fd: of the file; it is closed at the end.
+            pages: the file as memory, where it was filled and mapped before.
+        """
         self._path = path
         self._fd = fd
+        self._pages = np.empty(0, np.uint8) if pages is None else pages
         self._reserved = os.fstat(fd).st_size
         self._end = 0
 
-    def append(self, data: memoryview) -> int:
-        """Add bytes and return where they begin.
+    def place(self, nbytes: int) -> tuple[int, NDArray[np.uint8] | None]:
+        """Where the next bytes go, and the memory to put them in if there is some, else `write`.
 
         Raises:
             OSError: there is no room; nothing was written.
         """
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
-        self._reserve(start + len(data))
+        self._end = start + nbytes
+        self._reserve(self._end)
+        warm = self._end <= len(self._pages)
+        return start, self._pages[start : self._end] if warm else None
+
+    def write(self, start: int, data: NDArray[np.uint8]) -> None:
+        """Fill a place."""
+        view: Any = data
+        raw = memoryview(view).cast("B")
         written = 0
-        while written < len(data):
-            written += os.pwrite(self._fd, data[written:], start + written)
-        self._end = start + len(data)
-        return start
+        while written < len(raw):
+            written += os.pwrite(self._fd, raw[written:], start + written)
 
     def _reserve(self, end: int) -> None:
         if end > self._reserved:
@@ -135,6 +152,7 @@ class PublisherDirectory:
             self._lock = _open(self.path / "lock", os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._serial = 0
+        self._pages: dict[int, NDArray[np.uint8]] = {}
 
     def writer(self) -> SegmentWriter:
         """A file to be filled: the spare where there is one that nobody reads."""
@@ -146,10 +164,27 @@ class PublisherDirectory:
         else:
             if _try_lock(fd, fcntl.LOCK_EX):
                 spare.rename(incoming)
-                return SegmentWriter(incoming, fd)
+                return SegmentWriter(incoming, fd, self._mapped(incoming))
+            self._pages.pop(os.fstat(fd).st_ino, None)
             os.close(fd)
             spare.unlink()
         return SegmentWriter(incoming, _open(incoming, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+    def _mapped(self, path: Path) -> NDArray[np.uint8]:
+        """A file of ours as memory; mapped once, since filling page tables takes as long as bytes.
+
+        By a descriptor of its own: a lock ends with the last duplicate of what took it.
+        """
+        fd = _open(path, os.O_RDWR)
+        try:
+            state = os.fstat(fd)
+            pages = self._pages.get(state.st_ino)
+            if pages is None or len(pages) != state.st_size:
+                mapping = mmap.mmap(fd, state.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                pages = self._pages[state.st_ino] = np.frombuffer(mapping, np.uint8)
+            return pages
+        finally:
+            os.close(fd)
 
     def name(self, version: int, life: int) -> Path:
         """A name that was never used."""
@@ -164,36 +199,90 @@ class PublisherDirectory:
         """
         spare = self.path / "spare"
         if spare.exists():
+            self._pages.pop(path.stat().st_ino, None)
             return path.rename(path.with_suffix(".retired"))
         path.rename(spare)
         return None
 
-    def close(self) -> None:
-        """Remove everything. What is still mapped stays readable until it is let go."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def close(self, remove: bool = True) -> None:
+        """Remove everything, or leave it to the next sweep.
+
+        What is still mapped stays readable until it is let go.
+        """
+        self._pages.clear()
+        if remove:
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
-def map_segment(path: Path, nbytes: int) -> NDArray[np.uint8]:
-    """The bytes of a published file, read-only; they stay valid as long as the array or a view.
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A file as memory, read-only, with a descriptor that tells whether the file is still there."""
 
-    Raises:
-        FileNotFoundError: it was retired, or cannot be seen from here.
-        ValueError: it has another size than it was published with.
-    """
-    fd = _open(path, os.O_RDONLY)
-    try:
-        # Between the opening and the lock the file may have been retired and taken for another
-        # version: then its name is gone. From the lock on, it cannot be.
-        if not _try_lock(fd, fcntl.LOCK_SH) or not _still_named(path, fd):
-            raise FileNotFoundError(f"{path} was retired")
-        size = os.fstat(fd).st_size
-        if size != nbytes:
-            raise ValueError(f"{path} has {size} bytes, it was published with {nbytes}")
-        mapping = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(fd)
-    return np.frombuffer(mapping, np.uint8)
+    memory: mmap.mmap
+    fd: int
+
+
+class Mappings:
+    """A reader's mappings, kept from version to version since publishers use files in turn."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._known: dict[tuple[int, int], _Mapping] = {}
+
+    def view(self, path: Path, nbytes: int) -> NDArray[np.uint8]:
+        """The bytes of a published file, read-only; valid as long as the array or a view of it.
+
+        Raises:
+            FileNotFoundError: it was retired, or cannot be seen from here.
+            ValueError: it has another size than it was published with.
+        """
+        self._forget_removed()
+        lock = _open(path, os.O_RDONLY)
+        try:
+            # Between the opening and the lock the file may have been retired and taken for another
+            # version: then its name is gone. From the lock on, it cannot be.
+            if not _try_lock(lock, fcntl.LOCK_SH) or not _still_named(path, lock):
+                raise FileNotFoundError(f"{path} was retired")
+            state = os.fstat(lock)
+            if state.st_size != nbytes:
+                raise ValueError(
+                    f"{path} has {state.st_size} bytes, it was published with {nbytes}"
+                )
+            memory = self._mapped(path, (state.st_dev, state.st_ino), nbytes)
+        except BaseException:
+            os.close(lock)
+            raise
+        array = np.frombuffer(memory, np.uint8)
+        # numpy makes this array the base of every view of it, so the lock ends with the last one.
+        weakref.finalize(array, os.close, lock)
+        return array
+
+    def _mapped(self, path: Path, inode: tuple[int, int], nbytes: int) -> mmap.mmap:
+        known = self._known.get(inode)
+        if known is not None and len(known.memory) == nbytes:
+            return known.memory
+        self._forget(inode)
+        fd = _open(path, os.O_RDONLY)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ)
+        self._known[inode] = _Mapping(memory, fd)
+        return memory
+
+    def _forget_removed(self) -> None:
+        for inode, known in list(self._known.items()):
+            if os.fstat(known.fd).st_nlink == 0:
+                self._forget(inode)
+
+    def _forget(self, inode: tuple[int, int]) -> None:
+        known = self._known.pop(inode, None)
+        if known is not None:
+            os.close(known.fd)
+
+    def close(self) -> None:
+        """Forget all; what is still referenced stays readable."""
+        for inode in list(self._known):
+            self._forget(inode)
 
 
 def _still_named(path: Path, fd: int) -> bool:

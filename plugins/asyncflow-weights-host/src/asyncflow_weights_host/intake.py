@@ -51,9 +51,10 @@ class Intake:
             DataError: a tensor outside the bucket or seen before.
             OSError: there is no room.
         """
-        self._builder.add(bucket)
-        data: Any = bucket.data
-        offset = self._writer.append(memoryview(data).cast("B"))
+        offset, pages = self._writer.place(len(bucket.data))
+        self._builder.add(bucket, into=pages)
+        if pages is None:
+            self._writer.write(offset, bucket.data)
         tensors = tuple((self._count + n, spec.offset) for n, spec in enumerate(bucket.specs))
         self._count += len(tensors)
         self._places.append(BucketPlace(offset, len(bucket.data), tensors))

@@ -11,7 +11,7 @@ from typing import Any
 from asyncflow_core.errors import DataError
 from asyncflow_core.services.weight_sync import PublishedWeights, TensorSpec
 
-__all__ = ["BucketPlace", "Locator", "here"]
+__all__ = ["BucketPlace", "Locator", "check_places", "here", "places_of", "places_to_plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,10 @@ class BucketPlace:
     offset: int
     nbytes: int
     tensors: Sequence[tuple[int, int]]
+
+    def specs(self, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """The tensors of the bucket with their offsets in it."""
+        return tuple(replace(tensors[number], offset=offset) for number, offset in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,7 @@ class Locator:
 
     def to_dict(self) -> dict[str, Any]:
         """For `PublishedWeights.locator`, in lists: msgpack has no tuples."""
-        buckets = [
-            {**asdict(place), "tensors": [list(tensor) for tensor in place.tensors]}
-            for place in self.buckets
-        ]
-        return {**asdict(self), "buckets": buckets}
+        return {**asdict(self), "buckets": places_to_plain(self.buckets)}
 
     @classmethod
     def of(cls, published: PublishedWeights) -> Locator:
@@ -64,43 +64,53 @@ class Locator:
         """
         fields = published.locator
         try:
-            buckets = tuple(
-                BucketPlace(
-                    int(place["offset"]),
-                    int(place["nbytes"]),
-                    tuple((int(number), int(offset)) for number, offset in place["tensors"]),
-                )
-                for place in fields["buckets"]
-            )
             made = cls(
                 str(fields["host"]),
                 str(fields["boot_id"]),
                 str(fields["path"]),
                 int(fields["nbytes"]),
-                buckets,
+                places_of(fields["buckets"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not a locator of the transport 'host': {error!r}") from error
-        made._check_bounds(published.manifest.tensors)
+        check_places(made.buckets, published.manifest.tensors)
+        for place in made.buckets:
+            if place.offset + place.nbytes > made.nbytes:
+                raise DataError(f"a bucket of {made.path} lies outside its {made.nbytes} bytes")
         return made
 
-    def _check_bounds(self, tensors: Sequence[TensorSpec]) -> None:
-        numbers = sorted(number for place in self.buckets for number, _ in place.tensors)
-        if numbers != list(range(len(tensors))):
-            raise DataError(
-                f"the locator of {self.path} places {len(numbers)} tensors, its manifest has "
-                f"{len(tensors)}; each must be placed once"
-            )
-        for place in self.buckets:
-            if place.offset < 0 or place.nbytes < 0 or place.offset + place.nbytes > self.nbytes:
-                raise DataError(f"a bucket of {self.path} lies outside its {self.nbytes} bytes")
-            for number, offset in place.tensors:
-                if offset < 0 or offset + tensors[number].nbytes > place.nbytes:
-                    raise DataError(f"tensor {tensors[number].name!r} lies outside its bucket")
 
-    def specs(self, place: BucketPlace, tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """The tensors of a bucket with their offsets in it."""
-        return tuple(replace(tensors[number], offset=offset) for number, offset in place.tensors)
+def places_of(given: Any) -> tuple[BucketPlace, ...]:
+    """From plain values; `KeyError`, `TypeError` or `ValueError` if they are not places."""
+    return tuple(
+        BucketPlace(
+            int(place["offset"]),
+            int(place["nbytes"]),
+            tuple((int(number), int(offset)) for number, offset in place["tensors"]),
+        )
+        for place in given
+    )
+
+
+def places_to_plain(places: Sequence[BucketPlace]) -> list[dict[str, Any]]:
+    """In lists: msgpack has no tuples."""
+    return [{**asdict(place), "tensors": [list(t) for t in place.tensors]} for place in places]
+
+
+def check_places(places: Sequence[BucketPlace], tensors: Sequence[TensorSpec]) -> None:
+    """`DataError` unless every tensor is placed once, inside its bucket."""
+    numbers = sorted(number for place in places for number, _ in place.tensors)
+    if numbers != list(range(len(tensors))):
+        raise DataError(
+            f"a locator places {len(numbers)} tensors, its manifest has {len(tensors)}; each must "
+            f"be placed once"
+        )
+    for place in places:
+        if place.offset < 0 or place.nbytes < 0:
+            raise DataError(f"a bucket lies at {place.offset} and has {place.nbytes} bytes")
+        for number, offset in place.tensors:
+            if offset < 0 or offset + tensors[number].nbytes > place.nbytes:
+                raise DataError(f"tensor {tensors[number].name!r} lies outside its bucket")
 
 
 def here() -> tuple[str, str]:

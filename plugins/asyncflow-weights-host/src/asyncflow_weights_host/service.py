@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
 import shutil
-import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow_core.errors import (
-    BackpressureError,
-    ConfigError,
-    ServiceClosedError,
-    ServiceError,
-    ServiceTimeoutError,
-)
+from asyncflow_core.errors import BackpressureError, ConfigError, ServiceError
 from asyncflow_core.parts import PartContext
+from asyncflow_core.services.versioned import VersionedWeightSync
 from asyncflow_core.services.weight_sync import (
     Bucket,
     PublishedWeights,
     WeightSource,
-    WeightSync,
-    WeightSyncStats,
 )
-from asyncflow_weights_host.files import PublisherDirectory, map_segment, sweep
+from asyncflow_weights_host.files import Mappings, PublisherDirectory, sweep
 from asyncflow_weights_host.intake import Intake, in_thread
 from asyncflow_weights_host.locator import Locator, here
 from asyncflow_weights_host.options import HostOptions
@@ -41,28 +31,27 @@ _log = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class HostWeightSync(WeightSync):
+class HostWeightSync(VersionedWeightSync):
     """One side of the transport; the publishing side owns the files.
 
     At most `versions` files exist, each as large as the model; a retired file's pages are used for
-    the next version unless a replica still has them mapped. A replica's buckets are read-only
-    views of the file: nothing is copied, and they stay valid for as long as they are referenced.
-
-    Concurrency: publishes run one after another; a cancelled one leaves nothing behind.
+    the next version unless a replica still reads them. A replica's buckets are read-only views of
+    the file: nothing is copied, and they stay valid for as long as they are referenced.
     """
+
+    transport = "host"
 
     def __init__(self, options: HostOptions, ctx: PartContext) -> None:
         """Keep the arguments."""
+        super().__init__(
+            ctx.name, versions=options.versions, publish_timeout_s=options.publish_timeout_s
+        )
         self._options = options
-        self._name = ctx.name
         self._run_dir = ctx.run_dir
         self._root: Path | None = None
         self._directory: PublisherDirectory | None = None
-        self._held: dict[tuple[int, int], Path] = {}
-        self._changed = asyncio.Event()
-        self._publishing = asyncio.Lock()
-        self._published = 0
-        self._fetched = 0
+        self._paths: dict[tuple[int, int], Path] = {}
+        self._mappings = Mappings()
 
     async def open(self) -> None:
         """Find the directory and remove what dead publishers left in it.
@@ -87,54 +76,19 @@ class HostWeightSync(WeightSync):
         for stale in swept:
             _log.warning("removed the weights a dead publisher left in %s", stale)
         self._root = root
+        self._is_open = True
 
     async def aclose(self) -> None:
         """Remove all own files; a publish that waits or runs fails with `ServiceClosedError`."""
-        self._root = None
         directory, self._directory = self._directory, None
-        self._held.clear()
-        self._changed.set()
+        self._closed()
+        self._root = None
+        self._paths.clear()
+        self._mappings.close()
         if directory is not None:
             await in_thread(directory.close)
 
-    async def publish(
-        self, version: int, life: int, buckets: AsyncIterator[Bucket]
-    ) -> PublishedWeights:
-        """Copy the buckets into a file and make it fetchable; all of it, or an error and nothing.
-
-        Raises:
-            BackpressureError: there is no room for the bytes.
-            DataError: a tensor outside its bucket, one that came twice, or none at all.
-            ServiceTimeoutError: `versions` are held and none was retired in time.
-        """
-        start = time.monotonic()
-        self._open_root()
-        async with self._publishing:
-            if (version, life) in self._held:
-                raise self._error(f"version {version} (life {life}) is already published")
-            await self._wait_for_room(version)
-            published = await self._copy(version, life, buckets)
-        self._published += published.manifest.nbytes
-        return replace(published, wall_s=time.monotonic() - start)
-
-    async def _wait_for_room(self, version: int) -> None:
-        timeout_s = self._options.publish_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while len(self._held) >= self._options.versions:
-                    self._changed.clear()
-                    await self._changed.wait()
-                    self._open_root()
-        except TimeoutError:
-            held = ", ".join(str(v) for v in self._versions())
-            raise ServiceTimeoutError(
-                f"publish of version {version} waited {timeout_s:g} s for room: versions {held} "
-                f"are held (at most {self._options.versions}) and none was retired; a replica has "
-                f"not confirmed a newer one",
-                service=self._name,
-            ) from None
-
-    async def _copy(
+    async def _take(
         self, version: int, life: int, buckets: AsyncIterator[Bucket]
     ) -> PublishedWeights:
         # Only copying goes to a thread: what a cancellation could tear from its bookkeeping, the
@@ -152,8 +106,14 @@ class HostWeightSync(WeightSync):
                 manifest, locator = intake.finish(directory.name(version, life))
         finally:
             intake.abort()
-        self._held[version, life] = Path(locator.path)
+        self._paths[version, life] = Path(locator.path)
         return PublishedWeights(manifest, "host", locator.to_dict())
+
+    async def _drop(self, key: tuple[int, int]) -> None:
+        assert self._directory is not None, "what is held lies there"
+        left = self._directory.retire(self._paths.pop(key))
+        if left is not None:
+            await in_thread(left.unlink, True)
 
     @contextlib.contextmanager
     def _disk_errors(self, version: int) -> Iterator[None]:
@@ -172,11 +132,7 @@ class HostWeightSync(WeightSync):
             ServiceError: another transport, another machine, or a file that cannot be seen.
         """
         self._open_root()
-        if published.transport != "host":
-            raise self._error(
-                f"replica {replica!r} cannot attach to weights of the transport "
-                f"{published.transport!r} by 'host'; use one transport on both sides"
-            )
+        self._check_transport(replica, published)
         locator = Locator.of(published)
         name, boot_id = here()
         if boot_id != locator.boot_id:
@@ -197,29 +153,9 @@ class HostWeightSync(WeightSync):
         mapping = await self._map(published, locator)
         return WeightSource(published.manifest, self._buckets(mapping, published, locator))
 
-    async def retire(self, version: int) -> None:
-        """Take a version away, in every life of it; nothing happens if it is not held."""
-        self._open_root()
-        left = []
-        for key in [key for key in self._held if key[0] == version]:
-            assert self._directory is not None, "what is held lies there"
-            left.append(self._directory.retire(self._held.pop(key)))
-        self._changed.set()
-        for path in left:
-            if path is not None:
-                await in_thread(path.unlink, True)
-
-    async def stats(self) -> WeightSyncStats:
-        """Versions held, bytes moved by this side."""
-        self._open_root()
-        return WeightSyncStats(self._versions(), self._published, self._fetched)
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(sorted({version for version, _ in self._held}))
-
     async def _map(self, published: PublishedWeights, locator: Locator) -> NDArray[np.uint8]:
         try:
-            return await in_thread(map_segment, Path(locator.path), locator.nbytes)
+            return await in_thread(self._mappings.view, Path(locator.path), locator.nbytes)
         except (OSError, ValueError) as error:
             raise self._error(
                 f"version {published.manifest.version} cannot be read at {locator.path} "
@@ -231,17 +167,14 @@ class HostWeightSync(WeightSync):
         self, mapping: NDArray[np.uint8], published: PublishedWeights, locator: Locator
     ) -> AsyncIterator[Bucket]:
         for place in locator.buckets:
-            specs = locator.specs(place, published.manifest.tensors)
+            specs = place.specs(published.manifest.tensors)
             self._fetched += sum(spec.nbytes for spec in specs)
             yield Bucket(specs, mapping[place.offset : place.offset + place.nbytes])
 
     def _open_root(self) -> Path:
-        if self._root is None:
-            raise ServiceClosedError("weight_sync.host is not open", service=self._name)
+        self._check_open()
+        assert self._root is not None
         return self._root
-
-    def _error(self, message: str) -> ServiceError:
-        return ServiceError(message, service=self._name)
 
     def _disk_error(self, error: OSError, version: int, root: Path) -> ServiceError:
         if error.errno not in _NO_ROOM:

@@ -1,0 +1,227 @@
+"""What ranks of a real process group check; started by the tests of the library."""
+
+import json
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import torch
+from library_models import (
+    STEPS,
+    Case,
+    expected_run,
+    loss_of,
+    make_net,
+    make_sharded,
+    train,
+    weights_of,
+)
+from torch import distributed, multiprocessing
+
+import asyncflow_hzp as hzp
+from asyncflow_core.errors import EngineError
+from asyncflow_hzp.exchange import Exchange
+from asyncflow_hzp.layout import valid_sizes
+
+DENSE = [
+    Case(),
+    Case(lanes=False, micro_batches=3, clip=0.5, optimizer="adamw", tied=True),
+    Case(micro_batches=3, accumulate="shard", checkpoint=True, frozen=True, clip=0.5),
+    Case(micro_batches=3, checkpoint=True, tied=True, optimizer="adamw", slots=2),
+    Case(low=True, frozen=True, slots=9),
+]
+MOE = [Case(experts=1), Case(experts=2, micro_batches=3, clip=0.5, checkpoint=True)]
+
+
+def start(check, world, *args):
+    """Run `check(rank, world, *args)` on that many ranks; a failure fails here."""
+    port = random.randrange(20000, 40000)
+    multiprocessing.spawn(_join, (world, port, check, args), nprocs=world)
+
+
+def _join(rank, world, port, check, args):
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
+    distributed.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        check(rank, world, *args)
+        left = [t.name for t in threading.enumerate() if t.name.startswith("hzp-")]
+        assert not left, left
+    finally:
+        distributed.destroy_process_group()
+
+
+def one_sum(sizes, world):
+    """Whether all ranks' gradients are added up one after another, as one process does."""
+    return sum(n > 1 for n in (sizes.z2, sizes.z1 // sizes.z2, world // sizes.z1)) <= 1
+
+
+def check_case(rank, world, sizes, case):
+    expected, norms = expected_run(world, case)
+    model, optimizer = make_sharded(case, sizes)
+    found_norms = train(model, optimizer, case, range(STEPS))
+    found = weights_of(model)
+    model.close()
+    where = f"{sizes} {case} rank {rank}"
+    if case.clip:
+        for norm, plain in zip(found_norms, norms, strict=True):
+            assert abs(norm - plain) < 1e-4 * plain, (where, norm, plain)
+    exact = case == Case() and one_sum(sizes, world)
+    tolerance = 2e-3 if case.low else 2e-6
+    # An expert-parallel rank has its own experts only.
+    for name in set(found) & set(expected):
+        worst = float((found[name] - expected[name]).abs().max())
+        assert worst <= (0.0 if exact else tolerance), (where, name, worst)
+    if case.experts < 2:
+        assert set(expected) <= set(found)
+
+
+def check_all(rank, world, cases):
+    for sizes in valid_sizes(world):
+        for case in cases:
+            check_case(rank, world, sizes, case)
+
+
+def check_some(rank, world, chosen):
+    for sizes, case in chosen:
+        check_case(rank, world, hzp.Sizes(*sizes), case)
+
+
+def save(rank, world, path, sizes, case):
+    """Train two steps and save, then two more; leaves the weights of both."""
+    model, optimizer = make_sharded(case, sizes)
+    train(model, optimizer, case, range(2))
+    path = Path(path)
+    path.mkdir(exist_ok=True)
+    record = hzp.save_state(path, model, optimizer)
+    distributed.barrier()
+    train(model, optimizer, case, range(2, 4))
+    weights = weights_of(model)
+    model.close()
+    if rank == 0:
+        torch.save(weights, path / "expected.pt")
+        (path / "record.json").write_text(json.dumps(record))
+    distributed.barrier()
+
+
+def resume(rank, world, path, sizes, case, *, batches_of, exact):
+    """Load, train two steps with the batches of `batches_of` ranks, compare."""
+    path = Path(path)
+    model, optimizer = make_sharded(case, sizes)
+    train(model, optimizer, case, [7])
+    record = json.loads((path / "record.json").read_text())
+    hzp.load_state(path, model, optimizer, record)
+    per_rank = batches_of // world
+    for step in range(2, 4):
+        for micro in range(per_rank):
+            last = micro == per_rank - 1
+            model.reduction.last = last
+            # Rank r of the smaller world stands for ranks r * per_rank and following.
+            (loss_of(model, rank * per_rank + micro, 0, step) / per_rank).backward()
+        optimizer.step()
+    found, expected = weights_of(model), torch.load(path / "expected.pt")
+    model.close()
+    for name, tensor in expected.items():
+        worst = float((found[name] - tensor).abs().max())
+        assert worst <= (0.0 if exact else 2e-6), (name, worst)
+
+
+def check_resume(rank, world, path, first, second):
+    case = Case(optimizer="adamw")
+    save(rank, world, path, first, case)
+    resume(rank, world, path, second, case, batches_of=world, exact=True)
+
+
+def check_resume_smaller(rank, world, path, sizes, before):
+    resume(rank, world, path, sizes, Case(optimizer="adamw"), batches_of=before, exact=False)
+
+
+def check_save(rank, world, path, sizes):
+    save(rank, world, path, sizes, Case(optimizer="adamw"))
+
+
+def check_delays(rank, world, steps):
+    """Every exchange and every unit waits a random while, other on each rank."""
+    chance = random.Random(rank)
+    swap = Exchange._swap
+
+    def slow(self, sends, receives):
+        time.sleep(chance.random() * 0.002)
+        swap(self, sends, receives)
+
+    Exchange._swap = slow
+    case = Case(optimizer="adamw", micro_batches=2, accumulate="shard")
+    model, optimizer = make_sharded(case, (2, 4, 4))
+    for block in model.module.layers:
+        block.register_forward_pre_hook(lambda *_: time.sleep(chance.random() * 0.002))
+    started = time.perf_counter()
+    for _ in range(steps // 2):
+        train(model, optimizer, case, range(2))
+    assert time.perf_counter() - started < 120
+    digest = torch.stack([tensor.double().sum() for tensor in weights_of(model).values()])
+    same = [torch.empty_like(digest) for _ in range(world)]
+    distributed.all_gather(same, digest)
+    assert all(torch.equal(one, digest) for one in same)
+    model.close()
+
+
+def check_error(rank, world):
+    """A failing exchange names its unit in the computing thread, on the first wait for it."""
+    model, optimizer = make_sharded(Case(), (2, 2, 2))
+    train(model, optimizer, Case(), range(1))
+    weights_of(model)  # nothing is under way any more
+    distributed.barrier()
+
+    def fails(self, sends, receives):
+        raise RuntimeError("link is down")
+
+    swap, Exchange._swap = Exchange._swap, fails
+    try:
+        train(model, optimizer, Case(), range(1, 3))
+    except EngineError as error:
+        assert "link is down" in str(error), error
+        assert "of unit '" in str(error), error
+    else:
+        raise AssertionError("no error")
+    finally:
+        Exchange._swap = swap
+    distributed.barrier()
+    model.close()
+
+
+def check_meta(rank, world):
+    """A model made on the meta device gets memory and the first rank's values."""
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        net = make_net(Case(tied=True))
+    model = hzp.shard(net, hzp.Config(sharding=(world, world, world), units=type(net.layers[0])))
+    weights = weights_of(model)
+    assert not any(tensor.is_meta for tensor in weights.values())
+    assert float(weights["layers.0.up.weight"].std()) > 0.01
+    digest = torch.stack([tensor.double().sum() for tensor in weights.values()])
+    same = [torch.empty_like(digest) for _ in range(world)]
+    distributed.all_gather(same, digest)
+    assert all(torch.equal(one, digest) for one in same)
+    loss_of(model, rank, 0, 0).backward()
+    model.close()
+
+
+def check_traffic(rank, world, sizes, slots, expected_gathers):
+    """Bytes a step, at steady state, are the ideal ones."""
+    case = Case(slots=slots)
+    model, optimizer = make_sharded(case, sizes)
+    train(model, optimizer, case, range(2))
+    weights_of(model)  # waits for what the gather lane has under way
+    psi = sum(unit.elements for unit in model.units) * 4
+    before = model.traffic()
+    train(model, optimizer, case, range(1))
+    weights_of(model)
+    sent = model.traffic() - before
+    extra = psi * (world - 1) // world  # of weights_of
+    gathers = sum(n for lane, n in sent.items() if lane.startswith("gather")) - extra
+    reduces = sum(n for lane, n in sent.items() if lane.startswith("reduce"))
+    assert reduces == psi * (world - 1) // world, sent
+    assert gathers <= expected_gathers * psi * (world - 1) // world, (gathers, psi)
+    model.close()

@@ -1,0 +1,256 @@
+"""The calling side of the wire without an event loop."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from asyncflow_core.errors import (
+    AsyncFlowError,
+    BackpressureError,
+    PeerLostError,
+    ServiceClosedError,
+    ServiceTimeoutError,
+    WireDecodeError,
+)
+from asyncflow_core.wire import _protocol as p
+from asyncflow_core.wire._socket import COPY_BELOW, Heartbeat, check_address, new_socket
+from asyncflow_core.wire._typed import builder
+from asyncflow_core.wire.codec import Buffer, Encoder, unpack
+from asyncflow_core.wire.limits import Limits
+
+__all__ = ["BlockingClient"]
+
+_LOOK_MS = 200
+"""How often a wait looks whether the server is still there."""
+_NOBLOCK = int(zmq.NOBLOCK)
+
+
+class BlockingClient:
+    """As `Client`, for a thread of its own: `send` and `wait`, or `call` for both.
+
+    Any number of calls may be under way; their results are taken in any order.
+
+    Concurrency: for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        token: str,
+        timeout_s: float = 60.0,
+        connect_s: float = 30.0,
+        limits: Limits | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        """Keep the settings; they are those of `Client`."""
+        self.name = name
+        self.service = address
+        self.timeout_s = timeout_s
+        self._address = address
+        self._token = token
+        self._connect_s = connect_s
+        self._limits = limits or Limits()
+        self._heartbeat = heartbeat or Heartbeat()
+        self._encoder = Encoder(self._limits)
+        self._numbers = itertools.count(1)
+        self._sock: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._waiting: set[int] = set()
+        self._results: dict[int, Any] = {}
+        self._welcomed = False
+        self._lost: AsyncFlowError | None = None
+
+    def open(self) -> None:
+        """Connect and shake hands.
+
+        Raises:
+            AsyncFlowError: as `Client.open`.
+        """
+        check_address(self._address, bind=False)
+        self._sock = new_socket(zmq.DEALER, self._limits, self._heartbeat)
+        self._monitor = self._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._sock.connect(self._address)
+        try:
+            self._send([p.HELLO, p.WIRE_VERSION, self._token, self.name])
+            deadline = time.monotonic() + self._connect_s
+            while not self._welcomed:
+                if not self._take(deadline):
+                    raise PeerLostError(
+                        f"no server answered at {self._address!r} within {self._connect_s:g} s; "
+                        "is the service running?",
+                        service=self.service,
+                    )
+        except BaseException:
+            self._close()
+            raise
+
+    def close(self) -> None:
+        """Say goodbye and close. Idempotent."""
+        if self._sock is not None:
+            if self._lost is None:
+                self._send([p.BYE])
+            self._close()
+
+    def _close(self) -> None:
+        if self._sock is not None and self._monitor is not None:
+            self._sock.disable_monitor()
+            self._monitor.close(0)
+            self._sock.close()
+        self._sock = self._monitor = None
+
+    def __enter__(self) -> Self:
+        """Open."""
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def call(
+        self,
+        method: str,
+        arguments: Mapping[str, Any],
+        *,
+        returns: Any = Any,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """`send`, then `wait`."""
+        return self.wait(self.send(method, arguments, timeout_s=timeout_s), returns=returns)
+
+    def send(
+        self, method: str, arguments: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> int:
+        """Begin a call; its number is for `wait`.
+
+        Args:
+            method: name of the service and the method, with a dot between.
+            arguments: by name; large arrays may not change before the call is over.
+            timeout_s: deadline at the server; the client's without it.
+
+        Raises:
+            AsyncFlowError: as `Client.call`.
+        """
+        self._check_usable()
+        number = next(self._numbers)
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        self._send([p.CALL, number, method, deadline_s, arguments])
+        self._waiting.add(number)
+        return number
+
+    def wait(self, number: int, *, returns: Any = Any, timeout_s: float | None = None) -> Any:
+        """The result of a call.
+
+        Raises:
+            AsyncFlowError: what the handler raised; as `Client.call`.
+            ServiceTimeoutError: no answer within `timeout_s`; it may be waited for again.
+        """
+        deadline = time.monotonic() + (self.timeout_s + 1.0 if timeout_s is None else timeout_s)
+        while number not in self._results:
+            if number not in self._waiting:
+                raise ServiceClosedError(f"call {number} was never begun, or is over")
+            if not self._take(deadline):
+                raise ServiceTimeoutError(
+                    f"no answer from {self.service!r} in time", service=self.service
+                )
+        self._waiting.discard(number)
+        value = self._results.pop(number)
+        if isinstance(value, AsyncFlowError):
+            raise value
+        return value if returns is Any else builder(strict=False).build(returns, value, "result")
+
+    def answered(self, number: int) -> bool:
+        """Whether a call's result has come; takes what has come, without waiting."""
+        while number not in self._results and self._take(0.0):
+            pass
+        return number in self._results
+
+    def _check_usable(self) -> None:
+        if self._lost is not None:
+            code, message = p.error_fields(self._lost)
+            raise p.rebuild_error(code, message, self.service)
+        if self._sock is None:
+            raise ServiceClosedError(f"the client of {self.service!r} is not open")
+
+    def _send(self, message: list[Any]) -> None:
+        assert self._sock is not None
+        try:
+            self._sock.send_multipart(self._encoder.encode(message), _NOBLOCK, copy=False)
+        except zmq.Again:
+            raise BackpressureError(
+                f"{self.service!r} has taken none of the last thousands of messages; is it stuck?",
+                service=self.service,
+            ) from None
+
+    def _take(self, deadline: float) -> bool:
+        """Take one message; False when none came by the deadline."""
+        self._check_usable()
+        assert self._sock is not None
+        while not self._sock.poll(self._slice_ms(deadline)):
+            self._check_server()
+            if time.monotonic() >= deadline:
+                return False
+        header = self._sock.recv(_NOBLOCK)
+        frames: list[Buffer] = []
+        while self._sock.get(zmq.RCVMORE):
+            frame = self._sock.recv(_NOBLOCK, copy=False)
+            if len(frames) <= self._limits.frames:
+                frames.append(frame.bytes if len(frame) < COPY_BELOW else frame.buffer)
+        try:
+            self._on_message(unpack(header, frames, self._limits))
+        except WireDecodeError as error:
+            self._lost = error
+            raise
+        return True
+
+    def _slice_ms(self, deadline: float) -> int:
+        return min(_LOOK_MS, max(0, round((deadline - time.monotonic()) * 1000)))
+
+    def _check_server(self) -> None:
+        """Whether the connection ended."""
+        assert self._monitor is not None
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._lost = PeerLostError(
+                    f"the connection to {self.service!r} at {self._address} is gone: its process "
+                    f"ended, or was silent for {self._heartbeat.timeout_s:g} s",
+                    service=self.service,
+                )
+        self._check_usable()
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case [p.REPLY, int(number), value]:
+                self._settle(number, value)
+            case [p.ERROR, int(number), str(code), str(text)]:
+                self._settle(number, p.rebuild_error(code, text, self.service))
+            case [p.NOOP, *_]:
+                pass
+            case [p.WELCOME, p.WIRE_VERSION, str(name), dict(), *_]:
+                self.service = name
+                self._welcomed = True
+            case [p.GOODBYE, ServiceClosedError.code, str(text)]:
+                self._lost = PeerLostError(text, service=self.service)
+            case [p.GOODBYE, str(code), str(text)]:
+                self._lost = p.rebuild_error(code, text, self.service)
+            case _:
+                raise WireDecodeError(f"{self.service!r} sent a message of no known kind")
+
+    def _settle(self, number: int, value: Any) -> None:
+        if number in self._waiting:
+            self._results[number] = value

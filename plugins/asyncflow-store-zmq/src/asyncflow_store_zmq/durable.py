@@ -1,0 +1,132 @@
+"""What makes a controller's table outlive it: journal and memory files together.
+
+Columns are in the shards' files before a record names them: a client copies into the mapped file
+before it sends the message. `journal`: the record is written before the answer, so whatever
+process dies, what was answered is there. `fsync`: the shards' files, then the record, are on the
+disk before the answer; answers that wait share one turn of the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncflow_store_zmq import snapshot
+from asyncflow_store_zmq.arena import Arena
+from asyncflow_store_zmq.history import Replay
+from asyncflow_store_zmq.journal import Journal
+from asyncflow_store_zmq.spec import StoreSpec
+from asyncflow_store_zmq.table import Table
+
+__all__ = ["Durable", "first_lease"]
+
+_log = logging.getLogger(__name__)
+_LIFE_BITS = 40
+_SHORTEN_BYTES = 64 << 20
+
+
+def first_lease(spec: StoreSpec) -> int:
+    """Above every lease number of an earlier life; counts lives in a file."""
+    if spec.durability == "none":
+        return 0
+    path = Path(spec.directory) / "life"
+    life = int(path.read_text()) + 1 if path.exists() else 1
+    new = path.with_suffix(".new")
+    with new.open("w") as file:
+        file.write(str(life))
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path)
+    return life << _LIFE_BITS
+
+
+class Durable:
+    """Reads the journal back, then writes it."""
+
+    def __init__(
+        self,
+        spec: StoreSpec,
+        table: Table,
+        arenas: Sequence[Arena],
+        sync_shards: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Keep the arguments; `open` reads."""
+        self._journal = Journal(Path(spec.directory))
+        self._table = table
+        self._arenas = arenas
+        self._sync_shards = sync_shards
+        self._fsync = spec.durability == "fsync"
+        self._waiting: list[list[Any]] = []  # records not yet written
+        self._turn: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Make the table what the journal says; from here on everything is written down."""
+        records = list(self._journal.read())
+        known: dict[int, int] = {}
+        for record in records:
+            if record[0] == "shards":
+                known.update(enumerate(record[1]))
+        here = [arena.identity for arena in self._arenas]
+        lost = {number for number, identity in known.items() if here[number : number + 1] != [identity]}
+        for number in sorted(lost):
+            _log.warning("the memory of shard %d is gone; its rows are dropped", number)
+        Replay(self._table, frozenset(lost)).run(records)
+        self._table.log = self._write
+        self._journal.rewrite([["shards", here], *snapshot.records(self._table)])
+
+    async def aclose(self) -> None:
+        """Write what waits."""
+        if self._task is not None:
+            await self._task
+        self._journal.close()
+
+    def _write(self, record: list[Any]) -> None:
+        if self._fsync:
+            self._waiting.append(record)
+        else:
+            self._journal.append([record])
+
+    def answer(self, value: Any) -> Any:
+        """An answer, or with fsync a coroutine that gives it once the disk has what led to it."""
+        if not self._fsync:
+            if self._journal.nbytes > _SHORTEN_BYTES:
+                self.shorten()
+            return value
+        if inspect.iscoroutine(value):
+            return self._answer_later(value)
+        return self._answer_synced(value) if self._waiting else value
+
+    async def _answer_later(self, value: Awaitable[Any]) -> Any:
+        return await self._answer_synced(await value)
+
+    async def _answer_synced(self, value: Any) -> Any:
+        if self._waiting:
+            if self._turn is None:
+                self._turn = asyncio.get_running_loop().create_future()
+            if self._task is None:
+                self._task = asyncio.create_task(self._sync())
+            await asyncio.shield(self._turn)
+        return value
+
+    async def _sync(self) -> None:
+        """One turn of the disk after another, as long as somebody waits."""
+        while self._turn is not None:
+            turn, self._turn = self._turn, None
+            records, self._waiting = self._waiting, []
+            await self._sync_shards()
+            self._journal.append(records)
+            await asyncio.to_thread(self._journal.sync)
+            turn.set_result(None)
+        self._task = None
+
+    def shorten(self) -> None:
+        """Replace the journal by what the table holds."""
+        here = [arena.identity for arena in self._arenas]
+        if not self._waiting and self._task is None:
+            self._journal.rewrite([["shards", here], *snapshot.records(self._table)])

@@ -1,0 +1,204 @@
+"""What a store remembers beyond its processes: records, and how a table is made of them. Pure.
+
+A record is a plain list that begins with its kind:
+
+    task name reads writes whole_groups partitions order
+    leave name
+    put segment keys admission tokens oldest entries       entries: rows of the segment
+    commit task keys segment tokens oldest entries version
+    drop keys reason
+    checkpoint version
+    restore version
+    known, drops, segment, group                           a snapshot's, see `snapshot.py`
+
+Rows are named by key, for numbers are of one life only. A segment is [shard, slot, units, start,
+nbytes, rows, layout]. Numbers in bulk are little-endian bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncflow_core.batch import GroupKey, Key
+from asyncflow_core.ledger import Admission, Claim, row_number
+from asyncflow_core.services.data_store import Order, TaskSpec
+from asyncflow_store_zmq import snapshot
+
+if TYPE_CHECKING:
+    from asyncflow_store_zmq.table import Incoming, Table
+
+__all__ = ["Replay", "commit_record", "put_record", "task_record"]
+
+LOST = "lost with the memory of its shard"
+
+
+def task_record(spec: TaskSpec) -> list[Any]:
+    """A task was registered."""
+    return [
+        "task", spec.name, spec.reads, spec.writes, spec.whole_groups, spec.partitions,
+        spec.order.value,
+    ]  # fmt: skip
+
+
+def put_record(put: Incoming, segment: list[Any], entries: list[int]) -> list[Any]:
+    """Groups were stored: some rows of a segment."""
+    keys = [put.keys[entry] for entry in entries]
+    tokens = [put.tokens[entry] for entry in entries]
+    oldest = [put.oldest[entry] for entry in entries]
+    return [
+        "put", segment, _pack(keys), admission_fields(put.admission), _pack(tokens), _pack(oldest),
+        _pack(entries),
+    ]  # fmt: skip
+
+
+def commit_record(
+    claim: Claim,
+    keys: Sequence[Key],
+    segment: list[Any] | None,
+    tokens: Sequence[int],
+    oldest: Sequence[int],
+    version: int | None,
+) -> list[Any]:
+    """A task is done with rows."""
+    held = claim.held
+    return [
+        "commit", claim.task.name, _pack(keys), segment,
+        _pack([tokens[p] for p in held] if tokens else []),
+        _pack([oldest[p] for p in held] if oldest else []),
+        _pack(held), version,
+    ]  # fmt: skip
+
+
+def admission_fields(admission: Admission) -> list[Any]:
+    """As plain values."""
+    return [
+        list(admission.columns), admission.samples, admission.batch, admission.partition,
+        admission.row_bytes,
+    ]  # fmt: skip
+
+
+def _pack(numbers: Any) -> bytes:
+    return np.asarray(numbers, "<i8").tobytes()
+
+
+def _unpack(data: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(data, "<i8").tolist()
+    return found
+
+
+def _keys(data: bytes, parts: int) -> list[list[int]]:
+    found: list[list[int]] = np.frombuffer(data, "<i8").reshape(-1, parts).tolist()
+    return found
+
+
+class Replay:
+    """Makes a table what it was; memory of `lost` shards is gone.
+
+    Rows that were put into lost memory are dropped, with a reason; what a task wrote there it has
+    to write again.
+    """
+
+    def __init__(self, table: Table, lost: frozenset[int]) -> None:
+        """For an empty table whose pool knows its shards."""
+        self.table = table
+        self._lost = lost
+        self._gone: list[Key] = []
+        self._segments: dict[int, Any] = {}  # of a snapshot
+
+    def run(self, records: Iterable[list[Any]]) -> None:
+        """Take all records, in order."""
+        self.table.pool.begin_replay()
+        self.table.log = _ignore  # so that rows wait for checkpoints as they did
+        for kind, *fields in records:
+            handler = getattr(self, f"_{kind}", None)
+            if handler is not None:
+                handler(*fields)
+        for segment in self._segments.values():
+            self.table.unref(segment, 0.0)
+        self.table.drop(0.0, self._gone, LOST)
+        self.table.pool.end_replay()
+
+    def _task(
+        self, name: str, reads: Any, writes: Any, whole: bool, partitions: Any, order: str
+    ) -> None:
+        self.table.register(
+            TaskSpec(name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order))
+        )
+
+    def _leave(self, name: str) -> None:
+        self.table.leave(name, 0.0)
+
+    def _put(
+        self, place: list[Any], keys: bytes, admission: list[Any], tokens: bytes, oldest: bytes,
+        entries: bytes,
+    ) -> None:  # fmt: skip
+        columns, *rest = admission
+        groups = [GroupKey(*key) for key in _keys(keys, 3)]
+        segment = self._segment_at(place)
+        admitted = Admission(tuple(columns), *rest)
+        self.table.put_again(
+            segment, groups, admitted, _unpack(tokens), _unpack(oldest), _unpack(entries)
+        )
+        if segment is None:
+            self._gone += [Key(*key, s) for key in groups for s in range(admitted.samples)]
+        else:
+            self.table.unref(segment, 0.0)
+
+    def _commit(
+        self, name: str, keys: bytes, place: list[Any] | None, tokens: bytes, oldest: bytes,
+        entries: bytes, version: int | None,
+    ) -> None:  # fmt: skip
+        segment = None if place is None else self._segment_at(place)
+        if place is not None and segment is None:
+            return  # the task has to do it again
+        rows, found = [], []
+        for position, key in enumerate(map(Key._make, _keys(keys, 4))):
+            group = self.table.ledger.find(key.group)
+            if group is not None and group.alive >> key.sample & 1:
+                rows.append(row_number(group.number, key.sample))
+                found.append(position)
+        brought, ages, written = _unpack(tokens), _unpack(oldest), _unpack(entries)
+        self.table.commit_again(
+            name,
+            rows,
+            segment,
+            [written[p] for p in found],
+            {row: brought[p] for row, p in zip(rows, found, strict=True)} if brought else {},
+            {row: ages[p] for row, p in zip(rows, found, strict=True)} if ages else {},
+            version,
+        )
+        if segment is not None:
+            self.table.unref(segment, 0.0)
+
+    def _drop(self, keys: list[list[int]], reason: str) -> None:
+        self.table.drop(0.0, [Key(*key) for key in keys], reason)
+
+    def _checkpoint(self, version: int) -> None:
+        self.table.checkpoint(0.0, version)
+
+    def _restore(self, version: int) -> None:
+        self.table.restore(0.0, version)
+
+    def _known(self, *dumped: Any) -> None:
+        self.table.ledger.known_keys().load(dumped)
+
+    def _drops(self, rows: dict[str, int], groups: Any) -> None:
+        self.table.ledger.drop_log().load(rows, groups)
+
+    def _segment(self, number: int, place: list[Any]) -> None:
+        segment = self._segment_at(place)
+        if segment is not None:
+            self._segments[number] = segment
+
+    def _group(self, *fields: Any) -> None:
+        snapshot.group_again(self.table, self._segments, list(fields))
+
+    def _segment_at(self, place: list[Any]) -> Any:
+        return None if place[0] in self._lost else self.table.take_again(place)
+
+
+def _ignore(_record: list[Any]) -> None:
+    pass

@@ -1,0 +1,246 @@
+"""A stream of micro-batches: rows are handed out ahead, and commits ride along with the next ask.
+
+A hand-out may hold several micro-batches: it is read once and cut here. So a step of a training
+loop costs at most one message each way, sent and answered while it computes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from asyncflow_core.batch import Batch, BatchRef, Column
+from asyncflow_core.errors import AsyncFlowError, ConfigError, error_from_code
+from asyncflow_core.services.data_store import Lease, RowInfo
+from asyncflow_store_zmq.memory import Call, Lent, Steps
+from asyncflow_store_zmq.session import Session
+
+__all__ = ["MicroBatch", "Reader", "cut"]
+
+
+class MicroBatch(NamedTuple):
+    """Some rows of a lease and their columns, read already."""
+
+    lease: Lease
+    rows: tuple[RowInfo, ...]
+    batch: Batch
+
+    @property
+    def ref(self) -> BatchRef:
+        """Its rows by reference."""
+        return self.lease.ref(self.rows)
+
+
+class _Asked(NamedTuple):
+    """A message under way: commits it carries, and the hand-out it asks for."""
+
+    number: int
+    call: Call
+    commits: list[tuple[list[Any], Lent | None]]
+    lease: list[Any] | None
+    start: float
+
+
+class Reader:
+    """Yields `MicroBatch`es until `total_rows` were handed out, exactly; without it, until closed
+    or until nothing was ready for `wait_s`.
+
+    `commit` says that a micro-batch is done. The store learns it with the next message; what it
+    refuses then (a lost lease) is raised by a later step, at the latest by `close`.
+
+    Concurrency: as its client's.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run: Callable[[Steps], Any],
+        send: Callable[[Call], int],
+        wait: Callable[[int, Call], Any],
+        task: str,
+        columns: Sequence[str],
+        requester: str,
+        *,
+        version: int | None = None,
+        limit_rows: int | None = None,
+        limit_tokens: int | None = None,
+        total_rows: int | None = None,
+        policy: str = "fifo",
+        lease_s: float = 60.0,
+        wait_s: float = 60.0,
+        prefetch_rows: int = 64,
+    ) -> None:
+        """Prepare; the first step begins to ask. Build it with the client's `reader`.
+
+        Args:
+            session: of the client.
+            run: makes the calls of some steps.
+            send: begins a call.
+            wait: waits for one.
+            task: whose rows.
+            columns: what to read.
+            requester: who reads.
+            version: as the task's order wants.
+            limit_rows: most rows of a micro-batch.
+            limit_tokens: most tokens of a micro-batch; a single row may have more.
+            total_rows: rows of the global batch; the stream ends with its last one.
+            policy: lease policy.
+            lease_s: life of a lease.
+            wait_s: longest wait for a micro-batch.
+            prefetch_rows: rows handed out ahead of the micro-batch at hand, but for 0 at least
+                another micro-batch. Others cannot have them; 0 is for several readers of few rows.
+        """
+        if prefetch_rows < 0 or (limit_rows is not None and limit_rows < 1):
+            raise ConfigError(
+                f"a reader takes prefetch_rows >= 0 and limit_rows >= 1, got {prefetch_rows} and "
+                f"{limit_rows}"
+            )
+        self._session = session
+        self._run, self._send, self._wait = run, send, wait
+        self._columns = list(columns)
+        self._limit_rows, self._limit_tokens = limit_rows, limit_tokens
+        rows = None if limit_rows is None else max(limit_rows, prefetch_rows)
+        tokens = limit_tokens if limit_rows is None else None
+        self._how = [task, requester, version, rows, tokens, policy, lease_s, wait_s]
+        self._left = math.inf if total_rows is None else total_rows
+        # With a limit in tokens only, what a hand-out takes is known when it is there.
+        exact = total_rows is None or rows is not None
+        self._ahead = 2 if prefetch_rows and exact else 1
+        self._asked: deque[_Asked] = deque()
+        self._ready: deque[MicroBatch] = deque()
+        self._done: list[tuple[list[Any], Lent | None]] = []
+        self._wanted = 0.0  # rows asked for and not yet here
+        self._failed: AsyncFlowError | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch, in the order of hand-out.
+
+        Raises:
+            AsyncFlowError: an earlier commit was refused; the reader goes on if it is asked again.
+        """
+        while not self._ready:
+            self._ask_ahead()
+            if not self._asked:
+                break
+            asked = self._asked.popleft()
+            if not self._take(asked) and asked.lease is not None and not self._ready:
+                break  # nothing was ready in time
+        self._raise_failure()
+        if not self._ready:
+            self.close()
+            raise StopIteration
+        return self._ready.popleft()
+
+    def commit(
+        self, item: MicroBatch, writes: Batch | None = None, version: int | None = None
+    ) -> None:
+        """A micro-batch is done; with the columns its task writes."""
+        self._done.append(self._run(self._session.prepare(item.ref, writes, version)))
+        if not self._ready:  # others may be waiting for what it wrote
+            self._ask_ahead()
+            if self._done:
+                self._ask(0)
+
+    def flush(self) -> None:
+        """Tell the store what is done, and wait until it knows."""
+        if self._done:
+            self._ask(0)
+        while self._asked:
+            self._take(self._asked.popleft())
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Flush, and give back what was handed out ahead."""
+        self._left = 0
+        try:
+            self.flush()
+        finally:
+            while self._ready:
+                self._run(self._session.release(self._ready.popleft().ref))
+
+    def _ask_ahead(self) -> None:
+        while sum(asked.lease is not None for asked in self._asked) < self._ahead:
+            room = self._left - self._wanted
+            if room <= 0:
+                break
+            limit = self._how[3]
+            self._ask(min(room, math.inf if limit is None else limit))
+
+    def _ask(self, rows: float) -> None:
+        commits, self._done = self._done, []
+        asking: list[Any] | None = None
+        wait_s = 0.0
+        if rows:
+            asking, wait_s = list(self._how), self._how[7]
+            asking[3] = None if rows == math.inf else int(rows)
+            self._wanted += asking[3] or 0
+        call = Call("store.turn", [[message for message, _ in commits], asking], wait_s)
+        start = time.monotonic()
+        self._asked.append(_Asked(self._send(call), call, commits, asking, start))
+
+    def _take(self, asked: _Asked) -> bool:
+        """Take an answer; False when it handed nothing out."""
+        answers, reply = self._wait(asked.number, asked.call)
+        for (message, lent), answer in zip(asked.commits, answers, strict=True):
+            refused = len(answer) == 2
+            self._session.settle(message, lent, None if refused else answer[3])
+            if refused:
+                self._failed = error_from_code(*answer)
+        if asked.lease is None or reply is None:
+            self._wanted -= (asked.lease or [0] * 4)[3] or 0
+            return False
+        self._wanted -= asked.lease[3] or 0
+        lease = self._run(self._session.receive(reply, asked.lease, asked.start))
+        if self._left <= 0:  # closing
+            self._run(self._session.release(lease.ref()))
+            return False
+        self._left -= len(lease.rows)
+        self._ask_ahead()  # before the copying, so that the store works meanwhile
+        batch = self._run(self._session.read(lease.ref(), self._columns))
+        self._cut(lease, batch)
+        return True
+
+    def _cut(self, lease: Lease, batch: Batch) -> None:
+        first = 0
+        while first < len(lease.rows):
+            last = self._end(lease.rows, first)
+            rows = lease.rows[first:last]
+            whole = last - first == len(lease.rows)
+            self._ready.append(MicroBatch(lease, rows, batch if whole else cut(batch, first, last)))
+            first = last
+
+    def _end(self, rows: tuple[RowInfo, ...], first: int) -> int:
+        """Where the micro-batch that begins at `first` ends."""
+        last = len(rows) if self._limit_rows is None else min(len(rows), first + self._limit_rows)
+        if self._limit_tokens is None:
+            return last
+        tokens, end = rows[first].tokens, first + 1
+        while end < last and tokens + rows[end].tokens <= self._limit_tokens:
+            tokens += rows[end].tokens
+            end += 1
+        return end
+
+    def _raise_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+
+def cut(batch: Batch, first: int, last: int) -> Batch:
+    """Neighbouring rows, as views."""
+    columns = {}
+    for name, column in batch.items():
+        if column.offsets is None:
+            columns[name] = Column(column.values[first:last])
+        else:
+            offsets = column.offsets[first : last + 1]
+            start = offsets[0]
+            columns[name] = Column(column.array[start : offsets[-1]], offsets - start)
+    return Batch(columns, rows=last - first)

@@ -1,0 +1,320 @@
+"""One process's part in moving versions: it serves what it holds and pulls what it wants.
+
+The publisher sends each byte once. Who asks for a version is appended to its chain and takes the
+chunks from the member before, which passes each on as soon as it has it. A member that falls silent
+is left out: those behind it take the rest from the publisher.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+
+from asyncflow_weights_host.held import Held
+from asyncflow_weights_host.protocol import Content, Header, Op
+from asyncflow_weights_host.sockets import Sockets
+
+__all__ = ["Node", "Origin"]
+
+_WINDOW = 8
+"""Chunks asked for and not yet there."""
+_PARKED = 4096
+_TICK_MS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a version was published: the address of its node, and the secret to ask with."""
+
+    address: str
+    token: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A version on its way in. `origin` says whom to ask who the parent is."""
+
+    content: Content
+    held: Held
+    origin: Origin
+    changed: Callable[[], None]
+    socket: zmq.Socket[bytes] | None = None
+    parent: str = ""
+    asked: int = 0
+    heard_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Who pulls a version from whom, in order."""
+
+    members: list[str] = field(default_factory=list)
+
+    def join(self, address: str) -> str:
+        """The parent of a new member; empty is the publisher.
+
+        One that comes again is not believed to have what it took before, and whom it could take it
+        from may wait for it: it gets it from the publisher.
+        """
+        if address in self.members:
+            return ""
+        self.members.append(address)
+        return self.members[-2] if len(self.members) > 1 else ""
+
+    def lose(self, address: str) -> None:
+        """A member fell silent."""
+        if address in self.members:
+            self.members.remove(address)
+
+
+class Node(threading.Thread):
+    """Owns all sockets, on its own thread. Public methods may be called from any."""
+
+    def __init__(self, sockets: Sockets, address: str, token: bytes, *, stall_s: float) -> None:
+        """Bind; `start` answers.
+
+        Args:
+            sockets: that it takes over.
+            address: to bind.
+            token: that others must show.
+            stall_s: silence after which a parent is given up.
+        """
+        super().__init__(name="weights-node", daemon=True)
+        self._sockets = sockets
+        self._router, self.address = sockets.server(address)
+        self._token = token
+        self._stall_s = stall_s
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._wake = os.eventfd(0)
+        self._poller = zmq.Poller()
+        self._held: dict[Content, Held] = {}
+        self._chains: dict[Content, _Chain] = {}
+        self._parked: dict[Content, list[tuple[bytes, int]]] = {}
+        self._pulls: dict[Content, _Pull] = {}
+        self._running = True
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    def hold(self, content: Content, held: Held) -> None:
+        """Serve what was published here."""
+        self._do(lambda: self._on_hold(content, held))
+
+    def drop(self, content: Content) -> None:
+        """Serve it no more; who asks is told that it is gone."""
+        self._do(lambda: self._on_drop(content))
+
+    def pull(
+        self, content: Content, held: Held, origin: Origin, changed: Callable[[], None]
+    ) -> None:
+        """Fill `held`; `changed` is called, on the node's thread, after every chunk."""
+        self._do(lambda: self._on_pull(_Pull(content, held, origin, changed)))
+
+    def has(self, content: Content, origin: Origin, timeout_s: float) -> bool | None:
+        """Ask a publisher whether it holds a version; None without an answer. Blocks."""
+        socket = self._sockets.client(origin.address)
+        try:
+            socket.send_multipart([Header(Op.HAS, origin.token, content).pack(), b""])
+            if not socket.poll(int(timeout_s * 1000)):
+                return None
+            header = Header.unpack(socket.recv_multipart()[0])
+            return header is not None and header.op is Op.PARENT
+        finally:
+            socket.close()
+
+    def stop(self) -> None:
+        """End the thread, once, and close everything; pulls under way fail."""
+        self._do(lambda: setattr(self, "_running", False))
+        self.join()
+        os.close(self._wake)
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        os.eventfd_write(self._wake, 1)
+
+    def run(self) -> None:
+        """Answer and ask until stopped."""
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+        while self._running:
+            ready = dict(self._poller.poll(_TICK_MS))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            while not self._commands.empty():
+                self._commands.get()()
+            if self._router in ready:
+                self._serve()
+            for pull in list(self._pulls.values()):
+                if pull.socket in ready:
+                    self._receive(pull)
+                elif time.monotonic() - pull.heard_at > self._stall_s:
+                    self._give_up(pull, f"no byte for {self._stall_s:g} s")
+        for pull in list(self._pulls.values()):
+            self._fail(pull, "this side was closed")
+        self._router.close()
+        self._sockets.close()
+
+    # What is held
+
+    def _on_hold(self, content: Content, held: Held) -> None:
+        self._held[content] = held
+        self._chains[content] = _Chain()
+
+    def _on_drop(self, content: Content) -> None:
+        self._held.pop(content, None)
+        self._chains.pop(content, None)
+        for peer, chunk in self._parked.pop(content, []):
+            self._answer(peer, content, chunk)
+
+    # Serving
+
+    def _serve(self) -> None:
+        while _has_message(self._router):
+            peer, raw, *rest = self._router.recv_multipart()
+            header = Header.unpack(raw)
+            if header is None or not hmac.compare_digest(header.token, self._token):
+                continue  # a stranger: no state, no answer
+            who = rest[0].decode("utf-8", "replace") if rest else ""
+            if header.op is Op.GET:
+                self._answer(peer, header.content, header.chunk)
+            elif header.op in (Op.JOIN, Op.LOST, Op.HAS):
+                self._assign(peer, header, who)
+
+    def _answer(self, peer: bytes, content: Content, chunk: int) -> None:
+        """Send a chunk now or once it is there, or say that it is gone."""
+        held = self._held.get(content)
+        if held is None or held.failed or chunk >= held.chunks:
+            self._send(peer, Header(Op.GONE, self._token, content, chunk))
+        elif chunk < held.landed:
+            data = held.chunk(chunk)
+            if self._send(peer, Header(Op.CHUNK, self._token, content, chunk), data):
+                self.bytes_sent += len(data)
+        else:
+            parked = self._parked.setdefault(content, [])
+            if len(parked) < _PARKED:
+                parked.append((peer, chunk))
+
+    def _assign(self, peer: bytes, header: Header, who: str) -> None:
+        chain = self._chains.get(header.content)
+        if chain is None:
+            self._send(peer, Header(Op.GONE, self._token, header.content))
+            return
+        parent = ""
+        if header.op is Op.JOIN:
+            parent = chain.join(who)
+        elif header.op is Op.LOST:
+            chain.lose(who)
+        self._send(peer, Header(Op.PARENT, self._token, header.content), parent.encode())
+
+    def _send(self, peer: bytes, header: Header, data: Any = b"") -> bool:
+        try:
+            self._router.send_multipart([peer, header.pack(), data], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            return False  # it is gone, or its queue is full: it will hear nothing and give us up
+        return True
+
+    def _unpark(self, content: Content) -> None:
+        for peer, chunk in self._parked.pop(content, []):
+            self._answer(peer, content, chunk)
+
+    # Pulling
+
+    def _on_pull(self, pull: _Pull) -> None:
+        running = self._pulls.pop(pull.content, None)
+        if running is not None:
+            self._fail(running, "it was started again")
+        self._held[pull.content] = pull.held
+        self._pulls[pull.content] = pull
+        self._connect(pull, pull.origin.address)
+        self._ask(pull, Op.JOIN, self.address.encode())
+
+    def _connect(self, pull: _Pull, address: str) -> None:
+        self._disconnect(pull)
+        pull.parent, pull.asked = address, pull.held.landed
+        pull.heard_at = time.monotonic()
+        pull.socket = self._sockets.client(address)
+        self._poller.register(pull.socket, zmq.POLLIN)
+
+    def _disconnect(self, pull: _Pull) -> None:
+        if pull.socket is not None:
+            self._poller.unregister(pull.socket)
+            pull.socket.close()
+            pull.socket = None
+
+    def _ask(self, pull: _Pull, op: Op, what: bytes = b"", chunk: int = 0) -> None:
+        assert pull.socket is not None
+        header = Header(op, pull.origin.token, pull.content, chunk)
+        pull.socket.send_multipart([header.pack(), what])
+
+    def _receive(self, pull: _Pull) -> None:
+        socket = pull.socket
+        while socket is not None and socket is pull.socket and _has_message(socket):
+            header = Header.unpack(socket.recv())
+            if header is None or header.content != pull.content:
+                self._give_up(pull, "it sent something else")
+            elif header.op is Op.CHUNK:
+                self._take_chunk(pull, header.chunk)
+            elif header.op is Op.PARENT:
+                self._follow(pull, socket.recv().decode("utf-8", "replace"))
+            else:
+                self._give_up(pull, "it does not hold that version any more")
+
+    def _follow(self, pull: _Pull, parent: str) -> None:
+        if parent and parent != pull.parent:
+            self._connect(pull, parent)
+        pull.heard_at = time.monotonic()
+        self._ask_more(pull)
+        self._finish_if_complete(pull)
+
+    def _ask_more(self, pull: _Pull) -> None:
+        while pull.asked < min(pull.held.chunks, pull.held.landed + _WINDOW):
+            self._ask(pull, Op.GET, chunk=pull.asked)
+            pull.asked += 1
+
+    def _take_chunk(self, pull: _Pull, number: int) -> None:
+        assert pull.socket is not None
+        target: Any = pull.held.chunk(number) if number == pull.held.landed else None
+        if target is None or pull.socket.recv_into(target) != len(target):
+            self._give_up(pull, "it sent another chunk than it was asked for")
+            return
+        self.bytes_received += len(target)
+        pull.held.landed += 1
+        pull.heard_at = time.monotonic()
+        self._ask_more(pull)
+        self._unpark(pull.content)
+        pull.changed()
+        self._finish_if_complete(pull)
+
+    def _finish_if_complete(self, pull: _Pull) -> None:
+        if pull.held.complete:
+            self._disconnect(pull)
+            self._pulls.pop(pull.content, None)
+            pull.changed()
+
+    def _give_up(self, pull: _Pull, reason: str) -> None:
+        """Leave a parent; without the publisher itself there is nobody left to ask."""
+        lost = pull.parent
+        if lost == pull.origin.address:
+            self._fail(pull, f"its publisher at {lost.partition('|')[0]} is lost: {reason}")
+            return
+        self._connect(pull, pull.origin.address)
+        self._ask(pull, Op.LOST, lost.encode())
+
+    def _fail(self, pull: _Pull, reason: str) -> None:
+        self._disconnect(pull)
+        if self._pulls.get(pull.content) is pull:
+            self._pulls.pop(pull.content)
+        pull.held.failed = reason
+        self._unpark(pull.content)
+        pull.changed()
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

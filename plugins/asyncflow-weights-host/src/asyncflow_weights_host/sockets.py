@@ -1,0 +1,118 @@
+"""ZeroMQ sockets with our options: private, bounded, and encrypted beyond this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import urllib.parse
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from asyncflow_core.errors import ConfigError
+from asyncflow_weights_host.held import CHUNK_BYTES
+
+__all__ = ["Keys", "Sockets", "is_private"]
+
+_SMALL_BYTES = 4096
+_QUEUED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A CURVE key pair, Z85."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> Keys:
+        """A fresh pair."""
+        return cls(*zmq.curve_keypair())
+
+
+def is_private(address: str) -> bool:
+    """Whether only this machine reaches an address: ipc, or tcp on loopback."""
+    if address.startswith("ipc://"):
+        return True
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"the address {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
+    host = urllib.parse.urlsplit(address.replace(":*", ":0")).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Sockets:
+    """The sockets of one node, in a context of their own.
+
+    An address that leaves this machine is served with CURVE, and `client` is the only key let in.
+    It goes with the locators, over the control plane: whoever may fetch has it. Such an address is
+    written `tcp://HOST:PORT|PUBLIC`.
+    """
+
+    def __init__(self, client: Keys) -> None:
+        """Make the context."""
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._client = client
+        self._authenticator: ThreadAuthenticator | None = None
+
+    def server(self, address: str) -> tuple[zmq.Socket[bytes], str]:
+        """A bound ROUTER, and the address under which others reach it."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, _SMALL_BYTES)
+        socket.set_hwm(_QUEUED)
+        socket.linger = 0
+        suffix = "" if is_private(address) else self._encrypt(socket)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ConfigError(f"cannot bind {address!r}: {error}") from error
+        return socket, socket.get_string(zmq.LAST_ENDPOINT) + suffix
+
+    def _encrypt(self, socket: zmq.Socket[bytes]) -> str:
+        keys = Keys.new()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=_Only(self._client))
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        return f"|{keys.public.decode()}"
+
+    def client(self, address: str) -> zmq.Socket[bytes]:
+        """A DEALER that connects."""
+        address, _, public = address.partition("|")
+        if not is_private(address) and not public:
+            raise ConfigError(f"the address {address!r} leaves this machine without a key")
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES + _SMALL_BYTES)
+        socket.set_hwm(_QUEUED)
+        socket.linger = 0
+        if public:
+            socket.curve_serverkey = public.encode()
+            socket.curve_publickey = self._client.public
+            socket.curve_secretkey = self._client.secret
+        socket.connect(address)
+        return socket
+
+    def close(self) -> None:
+        """End the context; every socket must be closed."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+class _Only:
+    """Lets one public key in."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._public = keys.public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client may connect."""
+        del domain
+        return key == self._public

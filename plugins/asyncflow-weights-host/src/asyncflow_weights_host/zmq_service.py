@@ -1,0 +1,320 @@
+"""The WeightSync service over ZeroMQ: versions in the trainer's memory, passed on by replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow_core.errors import ConfigError, DataError, PeerLostError
+from asyncflow_core.parts import PartContext
+from asyncflow_core.services.versioned import VersionedWeightSync
+from asyncflow_core.services.weight_sync import (
+    Bucket,
+    Checksum,
+    ManifestBuilder,
+    PublishedWeights,
+    TensorSpec,
+    WeightManifest,
+    WeightSource,
+    WeightSyncStats,
+)
+from asyncflow_weights_host import delta
+from asyncflow_weights_host.held import Held
+from asyncflow_weights_host.intake import in_thread
+from asyncflow_weights_host.locator import here
+from asyncflow_weights_host.node import Node, Origin
+from asyncflow_weights_host.options import ZmqOptions
+from asyncflow_weights_host.protocol import TOKEN_BYTES, Content
+from asyncflow_weights_host.sockets import Keys, Sockets, is_private
+from asyncflow_weights_host.zmq_locator import DeltaOffer, ZmqLocator, places_in
+
+__all__ = ["ZmqWeightSync"]
+
+_log = logging.getLogger(__name__)
+_SUN_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Base:
+    """A version whose bytes are known to be right; what a delta is made from, or applied to."""
+
+    manifest: WeightManifest
+    buckets: Sequence[Bucket]
+
+    def fits(self, buckets: Sequence[Bucket]) -> bool:
+        return [(b.specs, len(b.data)) for b in self.buckets] == [
+            (b.specs, len(b.data)) for b in buckets
+        ]
+
+
+class ZmqWeightSync(VersionedWeightSync):
+    """One side of the transport.
+
+    The publisher holds `versions` of them in memory. A replica pulls a version in the background,
+    from the fetch on, and passes it on to the next replica; it holds the last version it took.
+    """
+
+    transport = "zmq"
+
+    def __init__(self, options: ZmqOptions, ctx: PartContext) -> None:
+        """Keep the arguments."""
+        super().__init__(
+            ctx.name or "zmq",
+            versions=options.versions,
+            publish_timeout_s=options.publish_timeout_s,
+        )
+        self._options = options
+        self._run_dir = ctx.run_dir
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._client = Keys.new()
+        self._node: Node | None = None
+        self._base: _Base | None = None
+        self._pulled: dict[Content, None] = {}
+
+    async def open(self) -> None:
+        """Take calls; sockets are made by the first of them.
+
+        Raises:
+            ConfigError: `listen` is no address, or needs a run directory that is not there.
+        """
+        self._listen_address()
+        self._is_open = True
+
+    def _listen_address(self) -> str:
+        listen = self._options.listen
+        if listen != "ipc":
+            is_private(listen)
+            return listen
+        if self._run_dir is None:
+            raise ConfigError(
+                "weight_sync.zmq has no run directory for its sockets; set its option 'listen', "
+                "such as tcp://127.0.0.1:*"
+            )
+        name = f"weights-{os.getpid()}-{secrets.token_hex(4)}.sock"
+        path = Path(self._run_dir) / name
+        if len(os.fsencode(path)) > _SUN_PATH_BYTES:
+            raise ConfigError(f"the socket path {path} is longer than {_SUN_PATH_BYTES} bytes")
+        return f"ipc://{path}"
+
+    async def aclose(self) -> None:
+        """Close all sockets and free everything; what others still pull from here fails."""
+        self._closed()
+        node, self._node, self._base = self._node, None, None
+        self._pulled.clear()
+        if node is not None:
+            await in_thread(node.stop)
+
+    def _running(self, token: bytes, client: Keys) -> Node:
+        """The node; one that belongs to another publisher's life is replaced."""
+        if self._node is None or token != self._token:
+            if self._node is not None:
+                self._node.stop()
+            self._token, self._client = token, client
+            sockets = Sockets(client)
+            stall_s = self._options.stall_s
+            self._node = Node(sockets, self._listen_address(), token, stall_s=stall_s)
+            self._node.start()
+        return self._node
+
+    async def _take(
+        self, version: int, life: int, buckets: AsyncIterator[Bucket]
+    ) -> PublishedWeights:
+        node = self._running(self._token, self._client)
+        builder, taken = ManifestBuilder(version, life), []
+        async for bucket in buckets:
+            data = np.empty(len(bucket.data), np.uint8)
+            await in_thread(lambda b=bucket, d=data: builder.add(b, into=d))
+            taken.append(Bucket(bucket.specs, data))
+        self._check_open()
+        if not taken:
+            raise DataError(f"version {version} has no tensor; there is nothing to publish")
+        manifest = builder.build()
+        offer = await self._hold_delta(node, manifest, taken) if self._options.delta else None
+        self._check_open()
+        node.hold(Content(version, life, False), Held.whole([b.data for b in taken]))
+        locator = ZmqLocator(
+            *here(), Origin(node.address, self._token), self._client, places_in(taken), offer
+        )
+        return PublishedWeights(manifest, "zmq", locator.to_dict())
+
+    async def _hold_delta(
+        self, node: Node, manifest: WeightManifest, taken: Sequence[Bucket]
+    ) -> DeltaOffer | None:
+        """Make the delta from the version before, where there is one of the same shape."""
+        base, self._base = self._base, _Base(manifest, taken)
+        if base is None or not base.fits(taken):
+            return None
+        encoded = [
+            await in_thread(delta.encode, old.data, new.data, new.specs)
+            for old, new in zip(base.buckets, taken, strict=True)
+        ]
+        node.hold(Content(manifest.version, manifest.life, True), Held.whole(encoded))
+        sizes = tuple(len(part) for part in encoded)
+        return DeltaOffer(base.manifest.version, base.manifest.life, base.manifest.checksum, sizes)
+
+    async def _drop(self, key: tuple[int, int]) -> None:
+        if self._node is not None:
+            for is_delta in (False, True):
+                self._node.drop(Content(*key, is_delta))
+
+    async def attach(self, replica: str, published: PublishedWeights) -> None:
+        """Ask the publisher whether it holds the version.
+
+        Raises:
+            ServiceError: another transport, no answer, or the version is retired.
+        """
+        self._check_open()
+        self._check_transport(replica, published)
+        locator = ZmqLocator.of(published)
+        name, boot_id = here()
+        if boot_id != locator.boot_id and is_private(locator.origin.address.partition("|")[0]):
+            raise self._error(
+                f"replica {replica!r} runs on host {name!r}, the weights are offered on host "
+                f"{locator.host!r} only; let the option 'listen' name an interface"
+            )
+        node = self._running(locator.origin.token, locator.client)
+        manifest = published.manifest
+        content = Content(manifest.version, manifest.life, False)
+        has = await in_thread(node.has, content, locator.origin, self._options.stall_s)
+        if not has:
+            why = "its publisher does not answer" if has is None else "it is retired"
+            raise self._error(f"replica {replica!r} cannot get version {manifest.version}: {why}")
+
+    async def fetch(self, published: PublishedWeights) -> WeightSource:
+        """Buckets come as they land; the pull begins when the first is asked for.
+
+        A version that is fetched again comes whole and from the publisher, whatever is here.
+
+        Raises:
+            DataError: the locator is not sound.
+        """
+        self._check_open()
+        locator = ZmqLocator.of(published)
+        node = self._running(locator.origin.token, locator.client)
+        return WeightSource(published.manifest, self._buckets(node, published.manifest, locator))
+
+    async def _buckets(
+        self, node: Node, manifest: WeightManifest, locator: ZmqLocator
+    ) -> AsyncIterator[Bucket]:
+        specs = [place.specs(manifest.tensors) for place in locator.buckets]
+        full = Content(manifest.version, manifest.life, False)
+        again = full in self._pulled
+        self._forget_others(node, full)
+        updated = None if again else await self._from_delta(node, manifest, locator, specs)
+        if updated is not None:
+            self._base = _Base(manifest, updated)
+            for bucket in updated:
+                self._fetched += sum(spec.nbytes for spec in bucket.specs)
+                yield bucket
+            return
+        pull = _Landing(node, full, [place.nbytes for place in locator.buckets], locator.origin)
+        taken = []
+        for number, here_specs in enumerate(specs):
+            taken.append(Bucket(here_specs, await pull.buffer(number, self._check_open)))
+            self._fetched += sum(spec.nbytes for spec in here_specs)
+            yield taken[-1]
+        if self._options.delta and await in_thread(_checksum, taken) == manifest.checksum:
+            self._base = _Base(manifest, taken)
+
+    def _forget_others(self, node: Node, content: Content) -> None:
+        """Keep the version before too, which others may still pull from here."""
+        self._pulled.pop(content, None)
+        self._pulled[content] = None
+        while len(self._pulled) > 2:
+            old = next(iter(self._pulled))
+            del self._pulled[old]
+            node.drop(old)
+            node.drop(old._replace(is_delta=True))
+
+    async def _from_delta(
+        self,
+        node: Node,
+        manifest: WeightManifest,
+        locator: ZmqLocator,
+        specs: Sequence[tuple[TensorSpec, ...]],
+    ) -> list[Bucket] | None:
+        """The new version from the one that is here; None if it must come whole."""
+        offer, base = locator.delta, self._base
+        if offer is None or base is None:
+            return None
+        ours = (base.manifest.version, base.manifest.life, base.manifest.checksum)
+        if ours != (offer.version, offer.life, offer.checksum):
+            return None
+        content = Content(manifest.version, manifest.life, True)
+        pull = _Landing(node, content, offer.sizes, locator.origin)
+        made = []
+        try:
+            for number, old in enumerate(base.buckets):
+                change = await pull.buffer(number, self._check_open)
+                data = await in_thread(delta.apply, old.data, change, specs[number])
+                made.append(Bucket(specs[number], data))
+            if await in_thread(_checksum, made) != manifest.checksum:
+                raise DataError("the result has another checksum")
+        except DataError as error:
+            _log.warning("delta to version %d is of no use: %s", manifest.version, error)
+            self._base = None
+            return None
+        return made
+
+    async def stats(self) -> WeightSyncStats:
+        """Versions held, bytes moved."""
+        self._check_open()
+        node = self._node
+        return WeightSyncStats(
+            self._version_numbers(),
+            self._published,
+            self._fetched,
+            node.bytes_sent if node else 0,
+            node.bytes_received if node else 0,
+        )
+
+
+class _Landing:
+    """A pull as the event loop sees it."""
+
+    def __init__(self, node: Node, content: Content, sizes: Sequence[int], origin: Origin) -> None:
+        self._content = content
+        self._held = Held.empty(sizes)
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        node.pull(content, self._held, origin, self._notify)
+
+    def _notify(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._changed.set)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits any more
+
+    async def buffer(self, number: int, check_open: Callable[[], None]) -> NDArray[np.uint8]:
+        """A buffer, once it is whole.
+
+        Raises:
+            PeerLostError: it will not come.
+        """
+        while not self._held.has_buffer(number):
+            if self._held.failed:
+                check_open()
+                raise PeerLostError(
+                    f"version {self._content.version} did not come: {self._held.failed}",
+                    service="weight_sync",
+                )
+            self._changed.clear()
+            if not self._held.has_buffer(number) and not self._held.failed:
+                await self._changed.wait()
+        return self._held.buffers[number]
+
+
+def _checksum(buckets: Sequence[Bucket]) -> str:
+    checksum = Checksum()
+    for bucket in buckets:
+        for spec in bucket.specs:
+            checksum.add(spec.name, spec.dtype, spec.shape, bucket.tensor_bytes(spec))
+    return checksum.hexdigest()
