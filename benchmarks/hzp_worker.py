@@ -20,7 +20,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 VOCAB, DIM, LAYERS, HEADS, TOKENS = 4096, 512, 8, 8, 256
-WARM_UP = 2
+WARM_UP, TIMED = 2, 2
 
 
 class Block(nn.Module):
@@ -170,6 +170,7 @@ class LinkVariant:
 
     def step(self, number: int) -> float:
         other = 1 - distributed.get_rank()
+        distributed.barrier()
         works = [distributed.irecv(self._in, other), distributed.isend(self._out, other)]
         start = time.perf_counter()
         for work in works:
@@ -210,17 +211,24 @@ class Rank:
         self._variant = VARIANTS[order["kind"]](**order["options"])
         self._number = 0
 
-    def step(self) -> dict[str, Any]:
-        distributed.barrier()
-        sent, start = sent_by_node(), time.perf_counter()
-        value = self._variant.step(self._number)
-        seconds = time.perf_counter() - start
+    def step(self) -> float:
+        value: float = self._variant.step(self._number)
         self._number += 1
+        return value
+
+    def steps(self) -> dict[str, Any]:
+        """The mean of some steps that follow another one: what that left under way counts."""
         distributed.barrier()
-        peak, node = memory("VmHWM") - self._before, sent_by_node() - sent
-        return {"s": seconds, "value": value, "peak": peak, "node_sent": node}
+        self.step()
+        sent, start = sent_by_node(), time.perf_counter()
+        for _ in range(TIMED):
+            value = self.step()
+        seconds = time.perf_counter() - start
+        node, peak = sent_by_node() - sent, memory("VmHWM") - self._before
+        return {"s": seconds / TIMED, "value": value, "peak": peak, "node_sent": node / TIMED}
 
     def warm_up(self) -> dict[str, Any]:
+        distributed.barrier()
         for _ in range(WARM_UP):
             self.step()
         Path("/proc/self/clear_refs").write_text("5")  # peak memory is that of steady state

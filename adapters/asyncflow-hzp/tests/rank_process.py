@@ -13,18 +13,25 @@ from hzp_helpers import POLICY, make_batch, make_trainer, weights_of
 from asyncflow_core.parts import PartContext
 
 
-async def main(model_dir, out):
+async def main(model_dir, out, export):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     context = PartContext(name="trainer", rank=rank, world_size=size)
-    async with make_trainer(model_dir, context=context) as trainer:
+    sharded = export == "sharded"
+    async with make_trainer(model_dir, context=context, sharded_export=sharded) as trainer:
         for step in range(2):
             batch = make_batch(9, step)
-            # The last rank's second micro-batch is empty: it must stay in step.
+            # The second micro-batch is empty: ranks must stay in step.
             shares = np.array_split(np.arange(9), size)[rank]
             for rows in (shares, shares[:0]):
-                await trainer.forward_backward(batch.take(rows), POLICY, last=False)
+                last = not len(rows)
+                await trainer.forward_backward(batch.take(rows), POLICY, last=last)
             update = await trainer.optim_step()
         await trainer.save(f"{out}/saved")
+        await trainer.save_model(f"{out}/model")
+        # Updates from a checkpoint of one's own are those without it.
+        await trainer.forward_backward(make_batch(4, 8 + rank), POLICY, last=True)
+        await trainer.zero_grad()
+        await trainer.load(f"{out}/saved")
         exported = await weights_of(trainer)
         state = b"".join(
             tensor.numpy().tobytes() for tensor in trainer._engine._shards.state().values()
@@ -33,7 +40,7 @@ async def main(model_dir, out):
     record = {
         "norm": update.grad_norm,
         "weight": update.weight,
-        "exported": len(exported),
+        "exported": sorted(exported),
         "state": hashlib.sha256(state).hexdigest(),
         "logprobs": [row.tolist() for row in logprobs["logprobs"]],
     }

@@ -18,8 +18,10 @@ def test_plugin_offers_the_trainer(model_dir):
     options = found.options(model=str(model_dir))
     assert type(found.factory(options, PartContext())).__name__ == "HzpTrainer"
     assert list(found.check(options)) == []
-    assert found.capabilities.loss_arrays == "torch"
-    assert found.capabilities.max_world_size is None
+    able = found.capabilities_for(options)
+    assert (able.loss_arrays, able.max_world_size, able.sharded_export) == ("torch", None, False)
+    sharded = found.options(model=str(model_dir), sharded_export=True)
+    assert found.capabilities_for(sharded).sharded_export
 
 
 def test_check_names_the_path_of_a_missing_model(tmp_path):

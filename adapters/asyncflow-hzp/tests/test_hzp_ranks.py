@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hzp_helpers import POLICY, make_batch, make_trainer
+from hzp_helpers import POLICY, make_batch, make_trainer, weights_of
 
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.parts import PartContext
@@ -24,7 +24,8 @@ def free_port():
 
 
 @pytest.mark.multiproc
-async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path):
+@pytest.mark.parametrize("export", ["rank 0", "sharded"])
+async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, export):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     path = os.pathsep.join([str(HERE), *sys.path])
     processes = [
@@ -33,16 +34,20 @@ async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path):
             str(HERE / "rank_process.py"),
             str(model_dir),
             str(tmp_path),
+            export,
             env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": path},
         )
         for rank in range(2)
     ]
     assert [await process.wait() for process in processes] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first["exported"] > 0
-    assert second["exported"] == 0
+    names = [set(found["exported"]) for found in (first, second)]
+    assert names[0]
+    assert bool(names[1]) == (export == "sharded")
+    assert not names[0] & names[1]
     assert first["state"] == second["state"]
     async with make_trainer(model_dir) as alone:
+        assert names[0] | names[1] == set(await weights_of(alone))
         for step in range(2):
             await alone.forward_backward(make_batch(9, step), POLICY, last=True)
             update = await alone.optim_step()

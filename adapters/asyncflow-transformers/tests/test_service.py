@@ -20,7 +20,7 @@ from rollout_helpers import (
 )
 
 from asyncflow_core.batch import Key
-from asyncflow_core.errors import ConfigError, DataError, EngineError, UnsupportedCapabilityError
+from asyncflow_core.errors import ConfigError, DataError, EngineError
 from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import Bucket, TensorSpec, WeightSource
@@ -186,10 +186,48 @@ async def test_read_only_buckets_are_taken(service, model_dir):
     assert_exact(versioned_model(model_dir, 1), completion)
 
 
-async def test_other_sources_are_refused(service, model_dir):
+async def test_files_are_taken_in_and_damage_to_them_is_seen(service, model_dir, tmp_path):
+    model = versioned_model(model_dir, 1)
+    model.save_pretrained(tmp_path)
+    manifest = manifest_of(make_buckets(model), 1)
+    source = WeightSource(manifest, path=str(tmp_path))
+    assert (await service.stage_weights(source)).checksum == manifest.checksum
+    await service.commit_weights(1, SwitchMode.IN_FLIGHT)
+    (completion,) = await collect(service.generate(make_requests(1)))
+    assert_exact(model, completion)
+    file = tmp_path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    assert (await service.stage_weights(source)).checksum != manifest.checksum
+    file.unlink()
+    with pytest.raises(DataError, match="retired"):
+        await service.stage_weights(source)
+
+
+async def test_broadcast_nobody_can_join_is_an_error_by_its_deadline(service, model_dir):
     manifest = manifest_of(make_buckets(versioned_model(model_dir, 1)), 1)
-    with pytest.raises(UnsupportedCapabilityError):
-        await service.stage_weights(WeightSource(manifest, path=str(model_dir)))
+    how = {
+        **{"backend": "gloo", "host": "127.0.0.1", "port": 1, "group": "g"},
+        **{"rank": 1, "world_size": 2, "timeout_s": 0.2, "buckets": [[4, [[0, 0]]]]},
+    }
+    with pytest.raises(EngineError, match="cannot take weights in"):
+        await service.stage_weights(WeightSource(manifest, collective=how))
+    with pytest.raises(DataError, match="join"):
+        await service.stage_weights(WeightSource(manifest, collective={"backend": "gloo"}))
+
+
+async def test_weights_read_back_are_those_that_serve(service, model_dir):
+    for version in (0, 1):
+        if version:
+            await switch(service, model_dir, version, SwitchMode.DRAIN)
+        for bucket in make_buckets(versioned_model(model_dir, version)):
+            served = await collect(service.read_weights(bucket.specs))
+            for spec, found in zip(bucket.specs, served, strict=True):
+                assert found.specs == (replace(spec, offset=0),)
+                np.testing.assert_array_equal(found.data, bucket.tensor_bytes(spec))
+    with pytest.raises(DataError, match=r"no\.such"):
+        await collect(service.read_weights([TensorSpec("no.such", "F32", (1,))]))
 
 
 async def test_staging_goes_on_while_generating(service, model_dir):

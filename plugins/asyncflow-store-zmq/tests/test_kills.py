@@ -120,7 +120,7 @@ async def work(store, model, task, *, drain=False):
 def kill(model, store, frozen):
     """Some processes, sometimes with a message on its way to a controller that stands still."""
     *shards, controller = store.processes.pids
-    victims = random.choice([[controller], [controller], [*shards, controller], shards])
+    victims = random.choice([[controller], [*shards, controller], [*shards, controller], shards])
     if frozen:
         victims = [*shards, controller]
     for pid in victims:

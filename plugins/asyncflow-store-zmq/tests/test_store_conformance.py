@@ -1,4 +1,4 @@
-"""The store in processes of its own holds the DataStore contract."""
+"""The store holds the DataStore contract: by shared memory, by sockets, and in its own processes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,36 @@ from asyncflow_store_zmq.store import ZmqDataStore
 
 from asyncflow_core.testing.data_store import BYTES, ROWS, STALENESS, DataStoreTests
 
-SMALL = {"capacity_rows": ROWS, "capacity_bytes": BYTES, "max_staleness": STALENESS, "shards": 1}
+SMALL = {"capacity_rows": ROWS, "capacity_bytes": BYTES, "max_staleness": STALENESS}
 
 
 class TestOverSharedMemory(DataStoreTests):
     @pytest.fixture
-    async def service(self):
-        async with ZmqDataStore(ZmqOptions(**SMALL)) as store:
+    async def service(self, serve):
+        async with serve(**SMALL) as options, ZmqDataStore(ZmqOptions(**options)) as store:
             yield store
 
 
 class TestOverTcp(DataStoreTests):
     @pytest.fixture
+    async def service(self, serve):
+        async with serve(tcp=True, shards=2, **SMALL) as options:
+            async with ZmqDataStore(ZmqOptions(**options)) as store:
+                yield store
+
+
+class TestDurable(DataStoreTests):
+    @pytest.fixture
+    async def service(self, serve):
+        async with serve(durability="journal", **SMALL) as options:
+            async with ZmqDataStore(ZmqOptions(**options)) as store:
+                yield store
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+class TestInProcesses(DataStoreTests):
+    @pytest.fixture
     async def service(self):
-        options = ZmqOptions(**{**SMALL, "shards": 2}, bind="tcp://127.0.0.1:*")
-        async with ZmqDataStore(options) as store:
+        async with ZmqDataStore(ZmqOptions(**SMALL)) as store:
             yield store

@@ -225,15 +225,20 @@ class HzpEngine:
         self._weight, self._pending, self._torn = 0.0, False, False
 
     def export(self) -> Iterator[Bucket]:
-        """The weights as buckets, from rank 0; the model must not be updated meanwhile.
+        """The weights as buckets, from rank 0 or a share from each rank.
 
-        Where parameters are sharded all ranks take part, a unit at a time.
+        The model must not be updated meanwhile. Where parameters are sharded all ranks take part, a
+        unit at a time.
         """
         tensors = self._shards.exported()
-        if self._ranks.rank:
+        rank, sharers = self._ranks.rank, 1
+        if self._options.sharded_export:
+            sharers = self._ranks.size
+        if rank >= sharers:
             for _ in tensors if self._shards.meets else ():
                 pass
             return
+        tensors = (pair for number, pair in enumerate(tensors) if number % sharers == rank)
         updates = self.updates
         for bucket in buckets(tensors, self._aliases, size=self._options.bucket_bytes):
             if self.updates != updates:

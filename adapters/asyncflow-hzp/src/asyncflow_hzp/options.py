@@ -69,6 +69,9 @@ class HzpOptions(BaseModel):
     """Threads of CPU operations."""
     bucket_bytes: int = Field(default=64 * 2**20, ge=1)
     """Size of an exported bucket; a larger tensor gets a bucket of its own."""
+    sharded_export: bool = False
+    """Whether every rank exports a share of the weights, so that they leave all hosts at once; else
+    rank 0 exports all. Needs a weight transport of buckets."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for another rank before the call fails."""
     engine_args: Mapping[str, Any] = Field(default_factory=dict)

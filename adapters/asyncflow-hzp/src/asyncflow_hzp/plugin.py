@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from asyncflow_core.hookspecs import hookimpl
@@ -35,6 +36,6 @@ def asyncflow_register(registrar: Registrar) -> None:
         _trainer,
         api_version=1,
         options=HzpOptions,
-        capabilities=CAPABILITIES,
+        capabilities=lambda options: replace(CAPABILITIES, sharded_export=options.sharded_export),
         check=check_options,
     )

@@ -43,7 +43,8 @@ class Trace:
             caller: what uses it in a forward; the first caller's return starts a new pass.
             grad: whether a backward will follow this forward.
         """
-        begins = backward != self._backward or (not backward and caller is self._first)
+        again = not backward and (self._first is None or caller is self._first)
+        begins = again or backward != self._backward
         if begins:
             self._end_phase()
             self._backward = backward

@@ -171,11 +171,12 @@ class TransformersRollout(Rollout):
             yield more
 
     async def read_weights(self, tensors: Sequence[TensorSpec]) -> AsyncIterator[Bucket]:
-        """These tensors as they serve, a bucket each; a switch waits meanwhile."""
+        """These tensors as they serve, a bucket each."""
         self._opened()
-        async with self._update:
-            for spec in tensors:
-                yield await self._help(lambda spec=spec: self._buffer.serving(spec))  # type: ignore[misc]
+        for spec in tensors:
+            async with self._update:
+                found = await self._help(lambda spec=spec: self._buffer.serving(spec))  # type: ignore[misc]
+            yield found
 
     async def commit_weights(self, version: int, mode: SwitchMode) -> None:
         """Let the staged version serve; see `Rollout.commit_weights` and the class."""

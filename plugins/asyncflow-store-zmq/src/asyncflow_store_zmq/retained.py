@@ -34,7 +34,7 @@ class Retained:
     def keep(self, group: Group) -> bool:
         """No row of a group lives any more; whether it is kept."""
         versions = self.versions.get(group.number)
-        if versions is None or max(versions.values()) <= self.version:
+        if not versions or max(versions.values()) <= self.version:
             self.versions.pop(group.number, None)
             return False
         self.groups[group.number] = group

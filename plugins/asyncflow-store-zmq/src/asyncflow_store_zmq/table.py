@@ -554,7 +554,8 @@ class Table:
         """A group of a snapshot: living, or kept for a checkpoint."""
         if group.alive:
             number = self.ledger.revive(group, group.alive, done).number
-            self.retained.versions[number].update(trained)
+            if trained:
+                self.retained.versions[number].update(trained)
         else:
             group.number = -len(self.retained.groups) - 1  # no living group has it
             self.retained.versions[group.number].update(trained)

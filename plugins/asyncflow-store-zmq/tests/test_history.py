@@ -1,0 +1,183 @@
+"""A table made of its records is the table: by any acts, at any moment, also from a snapshot."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgpack
+from asyncflow_store_zmq import snapshot
+from asyncflow_store_zmq.history import Replay
+from asyncflow_store_zmq.layout import pack
+from asyncflow_store_zmq.table import Table, Written
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from asyncflow_core.batch import BatchRef, GroupKey, Key
+from asyncflow_core.ledger import Admission
+from asyncflow_core.services.data_store import Order, TaskSpec
+from asyncflow_core.testing.data_store import prompts, responses, rewards
+
+GENERATE = TaskSpec("generate", ("prompt_ids",), ("response_ids", "behaviour_logprobs"))
+SCORE = TaskSpec("score", ("response_ids",), ("reward",))
+TRAIN = TaskSpec("train", ("response_ids", "reward"), order=Order.STEP)
+TASKS = (GENERATE, SCORE, TRAIN)
+BROUGHT = {"generate": responses, "score": rewards}
+
+
+def empty(shards=2):
+    generations = Counter()
+
+    def raise_generation(shard, slot):
+        generations[shard, slot] += 1
+        return generations[shard, slot]
+
+    table = Table(
+        capacity_rows=1000,
+        capacity_bytes=0,
+        max_staleness=0,
+        max_gap_s=5.0,
+        raise_generation=raise_generation,
+    )
+    for _ in range(shards):
+        table.pool.add_shard()
+    return table
+
+
+def again(records, lost=frozenset()):
+    table = empty()
+    Replay(table, lost).run(msgpack.unpackb(msgpack.packb(list(records)), strict_map_key=False))
+    return table
+
+
+def state(table):
+    """All that a client could see, by name and not by number."""
+    groups = {}
+    for group in table.ledger.groups():
+        writers, places = table.places_of(group)
+        groups[group.key] = (
+            group.alive,
+            table.ledger.columns_of(group),
+            list(group.tokens),
+            {view.task.spec.name: (view.done, view.offered | view.leased) for view in group.views},
+            [place >= 0 for place in places],
+            writers,
+        )
+    kept = {g.key: table.retained.versions[g.number] for g in table.retained.groups.values()}
+    return groups, kept, table.ledger.stats().rows_dropped, table.pool.nbytes
+
+
+class History(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.table = empty()
+        self.records = []
+        self.table.log = self.records.append
+        self.now = 0.0
+        self.leases = []
+        self.extent = None
+        self.position = 0
+        for task in TASKS:
+            self.table.register(task)
+
+    def write(self, batch):
+        packed = pack(batch)
+        if self.extent is None or self.position + packed.nbytes > self.extent.nbytes // 64:
+            if self.extent is not None:
+                self.table.pool.seal(self.extent)
+            self.extent, self.position = self.table.pool.lend("me", packed.nbytes), 0
+        start = self.extent.start + self.position
+        self.position += packed.nbytes
+        place = self.extent.shard, self.extent.slot, start, packed.nbytes
+        return Written(*place, batch.rows, packed.layout.dump())
+
+    @rule(first=st.integers(0, 30), count=st.integers(1, 4), samples=st.integers(1, 3))
+    def put(self, first, count, samples):
+        keys = [GroupKey(0, 0, first + i) for i in range(count)]
+        admission = Admission(("prompt_ids", "answer"), samples, first % 3)
+        put = self.table.begin_put(
+            "me", self.write(prompts(count)), keys, admission, [1] * count, [-1] * count
+        )
+        assert self.table.advance_put(put)
+        self.table.end_put(put, self.now)
+
+    @rule(task=st.sampled_from(TASKS), limit=st.integers(1, 5), version=st.integers(0, 2))
+    def lease(self, task, limit, version):
+        version = version if task.order is Order.STEP else None
+        found = self.table.lease(self.now, task.name, "me", version=version, limit_rows=limit)
+        if found is not None:
+            self.leases.append((task, found.lease_id, found.rows[0].tolist()))
+
+    @rule(data=st.data(), version=st.integers(1, 4))
+    def commit(self, data, version):
+        if not self.leases:
+            return
+        task, lease_id, rows = data.draw(st.sampled_from(self.leases))
+        rows = data.draw(st.lists(st.sampled_from(rows), min_size=1, unique=True))
+        make = BROUGHT.get(task.name)
+        written = None if make is None else self.write(make(len(rows)))
+        brought = [3] * len(rows) if task is GENERATE else []
+        ref = BatchRef(lease_id, lease_id, tuple(rows))
+        self.table.commit(
+            self.now, "me", ref, written, brought, [], version if task is TRAIN else None
+        )
+
+    @rule(sequence=st.integers(0, 33), sample=st.integers(0, 2))
+    def drop(self, sequence, sample):
+        self.table.drop(self.now, [Key(0, 0, sequence, sample)], "bad")
+
+    @rule(version=st.integers(0, 4))
+    def checkpoint(self, version):
+        self.table.checkpoint(self.now, version)
+
+    @rule(version=st.integers(0, 4))
+    def restore(self, version):
+        self.table.restore(self.now, max(version, self.table.retained.version))
+
+    @rule()
+    def shorten(self):
+        self.records[:] = list(snapshot.records(self.table))
+
+    @invariant()
+    def records_make_the_same_table(self):
+        assert state(again(self.records)) == state(self.table)
+
+    @invariant()
+    def a_snapshot_makes_the_same_table(self):
+        assert state(again(snapshot.records(self.table))) == state(self.table)
+
+
+History.TestCase.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestHistory = History.TestCase
+
+
+def test_replay_without_a_shards_memory_drops_its_rows_with_a_reason():
+    history = History()
+    history.put(first=0, count=2, samples=2)
+    shard = history.extent.shard
+    table = again(history.records, frozenset({shard}))
+    stats = table.ledger.stats()
+    assert stats.rows == 0
+    assert stats.rows_dropped == {"lost with the memory of its shard": 4}
+    assert [drop.group for drop in stats.dropped_groups] == [GroupKey(0, 0, 0), GroupKey(0, 0, 1)]
+
+
+def test_replay_without_the_memory_of_a_commit_lets_its_task_do_it_again():
+    history = History()
+    history.put(first=0, count=2, samples=1)
+    history.lease(task=GENERATE, limit=2, version=0)
+    task, lease_id, rows = history.leases[0]
+    history.table.pool.seal(history.extent)
+    put_shard, history.extent = history.extent.shard, None
+    written = history.write(responses(2))
+    ref = BatchRef(lease_id, lease_id, tuple(rows))
+    history.table.commit(0.0, "me", ref, written, [3, 3], [], None)
+    assert written.shard != put_shard
+    table = again(history.records, frozenset({written.shard}))
+    assert table.lease(0.0, "generate", "me").rows.shape[1] == 2
+    assert table.lease(0.0, "score", "me") is None

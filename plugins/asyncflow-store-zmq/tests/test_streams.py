@@ -1,0 +1,145 @@
+"""The blocking client, its reader and its writer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from asyncflow_store_zmq.blocking import BlockingStore
+
+from asyncflow_core.batch import GroupKey
+from asyncflow_core.errors import ConfigError, DataError, LeaseLostError, ServiceClosedError
+from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_core.testing.data_store import prompts, rewards
+
+LOG = TaskSpec("log", ("prompt_ids",))
+SCORE = TaskSpec("score", ("prompt_ids",), ("reward",))
+
+
+def keys(first, count):
+    return [GroupKey(0, 0, first + i) for i in range(count)]
+
+
+@pytest.fixture
+async def use(serve):
+    """Run a function with a blocking store on a thread."""
+    async with serve() as options:
+
+        def call(function):
+            with BlockingStore(options["connect"], token=options["token"]) as store:
+                return function(store)
+
+        yield lambda function: asyncio.to_thread(call, function)
+
+
+@pytest.mark.parametrize("prefetch_rows", [0, 3, 64])
+async def test_reader_with_total_closes_exactly_at_it(use, prefetch_rows):
+    def run(store):
+        store.register(LOG)
+        store.put(prompts(20), keys=keys(0, 20))
+        reader = store.reader(
+            "log", ["prompt_ids"], requester="r", limit_rows=4, total_rows=13,
+            prefetch_rows=prefetch_rows,
+        )  # fmt: skip
+        sizes = []
+        for item in reader:
+            sizes.append(len(item.rows))
+            for info, ids in zip(item.rows, item.batch["prompt_ids"], strict=True):
+                np.testing.assert_array_equal(ids, np.arange(info.key.sequence + 1))
+            reader.commit(item)
+        reader.close()
+        return sizes, store.stats()
+
+    sizes, stats = await use(run)
+    assert sum(sizes) == 13
+    assert max(sizes) <= 4
+    assert (stats.rows, stats.tasks["log"].committed, stats.tasks["log"].leased) == (7, 13, 0)
+
+
+async def test_reader_by_tokens_keeps_the_budget(use):
+    def run(store):
+        store.register(LOG)
+        store.put(prompts(12), keys=keys(0, 12))  # of 1 to 12 tokens
+        reader = store.reader(
+            "log", ["prompt_ids"], requester="r", limit_tokens=10, total_rows=12
+        )
+        return [[info.tokens for info in item.rows] for item in reader]
+
+    tokens = await use(run)
+    assert sum(map(len, tokens)) == 12
+    assert all(sum(part) <= 10 or len(part) == 1 for part in tokens)
+
+
+async def test_reader_commit_of_lost_lease_is_raised(use):
+    def run(store):
+        store.register(LOG)
+        store.put(prompts(2), keys=keys(0, 2))
+        reader = store.reader("log", ["prompt_ids"], requester="r", limit_rows=1, prefetch_rows=0)
+        item = next(reader)
+        store.release(item.ref)
+        with pytest.raises(LeaseLostError):
+            reader.commit(item)
+            reader.close()
+
+    await use(run)
+
+
+async def test_reader_closed_early_gives_back_what_was_ahead(use):
+    def run(store):
+        store.register(SCORE)
+        store.put(prompts(10), keys=keys(0, 10))
+        reader = store.reader("score", ["prompt_ids"], requester="r", limit_rows=2)
+        reader.commit(next(reader), rewards(2))
+        reader.close()
+        return store.stats().tasks["score"]
+
+    stats = await use(run)
+    assert (stats.committed, stats.leased, stats.ready) == (2, 0, 8)
+
+
+async def test_reader_without_rows_ends_after_its_wait(use):
+    def run(store):
+        store.register(LOG)
+        return list(store.reader("log", ["prompt_ids"], requester="r", limit_rows=2, wait_s=0.05))
+
+    assert await use(run) == []
+
+
+async def test_reader_with_absurd_limits_refused(use):
+    def run(store):
+        with pytest.raises(ConfigError):
+            store.reader("log", ["prompt_ids"], requester="r", limit_rows=0)
+
+    await use(run)
+
+
+async def test_writer_flush_tells_what_was_stored(use):
+    def run(store):
+        store.register(LOG)
+        writer = store.writer(samples=2, in_flight=3)
+        for first in (0, 4, 8, 4):
+            writer.put(prompts(4), keys=keys(first, 4))
+        return writer.flush(), store.stats().rows
+
+    result, rows = await use(run)
+    assert (result.stored, result.known, rows) == (12, 4, 24)
+
+
+async def test_writer_refusal_is_raised_at_flush(use):
+    def run(store):
+        writer = store.writer()
+        writer.put(prompts(1), keys=keys(0, 1))  # no task sees it
+        with pytest.raises(DataError):
+            writer.flush()
+
+    await use(run)
+
+
+async def test_blocking_store_closed_says_so(use):
+    def run(store):
+        store.close()
+        with pytest.raises(ServiceClosedError):
+            store.stats()
+
+    await use(run)
