@@ -5,6 +5,8 @@
 #   make lint                           ruff, mypy strict, import rules
 #   make bench BENCH=name               run benchmarks/name.py
 #   make test-slow, make test-demo      suites that take longer; CI runs them too
+#   make test-store                     the data store with its processes killed at random
+#   make soak                           the data store at full load for ten minutes
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -22,7 +24,7 @@ BASE      := examples/spell_backward/base
 OVERRIDES := $(filter-out PYTHON=% VENV=% BENCH=%,$(MAKEOVERRIDES))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean test-slow test-demo
+.PHONY: help demo test lint bench clean soak test-slow test-demo test-store
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,6 +58,13 @@ test-slow: $(VENV)/installed-dev
 # The main job, as a user starts it, and what it must have learned.
 test-demo: demo
 	@$(BIN)/python examples/spell_backward/check.py runs/demo
+
+# More than 200 kills of real processes, and the contract with the store in processes of its own.
+test-store: $(VENV)/installed-dev
+	@$(BIN)/python -m pytest -s -m slow plugins/asyncflow-store-zmq
+
+soak: $(VENV)/installed-dev
+	@$(BIN)/python benchmarks/soak.py
 
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .

@@ -65,6 +65,19 @@ class Key(NamedTuple):
         return f"{self.source}/{self.epoch}/{self.sequence}/{self.sample}"
 
 
+def _exact(values: Any, dtype: Any) -> Array:
+    """An array of `dtype`; numbers that an integer type cannot hold are refused, not changed."""
+    array = np.asarray(values)
+    if dtype is None or array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite is seen where values are checked
+        made = array.astype(dtype)
+    if made.dtype.kind in "iu" and not np.array_equal(made, array):
+        wrong = np.atleast_1d(array)[np.atleast_1d(made != array)][0]
+        raise DataError(f"{wrong} is not a whole number that {made.dtype} holds")
+    return made
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
     """One field of a batch; build with `dense`, `ragged` or `objects`.
@@ -80,7 +93,7 @@ class Column:
     @classmethod
     def dense(cls, values: Any, dtype: Any = None) -> Column:
         """One fixed-size entry a row; the first axis counts rows."""
-        array = np.asarray(values, dtype=dtype)
+        array = _exact(values, dtype)
         if array.ndim == 0 or array.dtype.hasobject:
             raise DataError(
                 f"a dense column is an array with a row axis and a plain dtype, "
@@ -91,7 +104,7 @@ class Column:
     @classmethod
     def ragged(cls, rows: Sequence[Any], dtype: Any = None) -> Column:
         """One array of its own length a row; `dtype` is needed when there are no rows."""
-        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        arrays = [_exact(row, dtype) for row in rows]
         offsets = np.zeros(len(arrays) + 1, np.int64)
         if not arrays:
             return cls(np.empty(0, dtype or np.float32), offsets)

@@ -41,9 +41,14 @@ __all__ = [
 
 
 class Section(BaseModel):
-    """Base of all sections and of plugins' option models: frozen, unknown keys refused."""
+    """Base of all sections and of plugins' option models: frozen, unknown keys refused.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    Numbers are finite: what is not has no form in the JSON that a process is told.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def _resolve(value: str, info: ValidationInfo) -> str:
@@ -68,6 +73,10 @@ FunctionName = Annotated[
 """A function by `module:name`, or, from Python, the function itself."""
 
 
+StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=40)]
+"""It names processes, log files and sockets, whose paths the kernel keeps short."""
+
+
 class PartConfig(Section):
     """A plugin by name, with its options."""
 
@@ -80,7 +89,7 @@ class PartConfig(Section):
 class ServiceConfig(PartConfig):
     """A service that may run in a process of its own."""
 
-    devices: tuple[int, ...] = ()
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Accelerators the service sees, as CUDA_VISIBLE_DEVICES; empty: none is set. Rollout replicas
     get equal shares of them; trainer ranks all see all and take theirs by LOCAL_RANK."""
     python: InputPath = sys.executable
@@ -195,7 +204,7 @@ class WorkflowConfig(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Most completed steps between the oldest token of a trained row and the step that trains it.
     Default: 0 for sequential, 1 for async."""
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, lt=1 << 31)
     """Global batches to train."""
     groups_per_step: int = Field(ge=1)
     """Prompt groups of one global batch."""
@@ -258,7 +267,7 @@ class RunConfig(Section):
     """The engine that trains."""
     loss: PartConfig
     """What the trainer minimises."""
-    stages: dict[str, StageConfig]
+    stages: dict[StageName, StageConfig]
     """Rewards, advantages and whatever else lies between rollout and trainer, by name."""
     workflow: WorkflowConfig
     """Steps, batches, staleness."""

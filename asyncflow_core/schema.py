@@ -75,6 +75,8 @@ def _check_type(name: str, column: Column) -> None:
         raise DataError(f"column {name!r} must be {spec.dtype}, got {column.array.dtype}")
     if name == "versions" and (column.array.ndim != 2 or column.array.shape[1] != 2):
         raise DataError(f"column 'versions' must have shape [runs, 2], got {column.array.shape}")
+    if name != "versions" and spec.dtype and column.array.ndim != 1:
+        raise DataError(f"column {name!r} holds numbers, got arrays of {column.array.shape[1:]}")
 
 
 def _first(bad: Any) -> int | None:
@@ -129,7 +131,8 @@ def _check_values(name: str, column: Column, keys: Sequence[Key]) -> None:
         return
     if bad is not None:
         row = _row_of(column, bad)
-        raise DataError(f"row {keys[row]}: column {name!r} holds {column.values[bad]!r}; {allowed}")
+        value = column.values[bad] if column.kind == "object" else column.array[bad].item()
+        raise DataError(f"row {keys[row]}: column {name!r} holds {value!r}; {allowed}")
 
 
 def validate(batch: Batch, keys: Sequence[Key], *, response: Column | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -136,6 +137,7 @@ class Variant:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
 
 def measure(
@@ -192,6 +194,8 @@ def summary(variants: dict[str, Variant]) -> dict[str, Any]:
 def main() -> None:
     if os.geteuid():
         sys.exit("network namespaces need root: sudo make bench BENCH=hzp")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that the namespaces go
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     if "quick" in sys.argv:
         for name in ("hzp (1,2,2)", "fsdp2, prefetch 1", "fsdp2, prefetch 2"):

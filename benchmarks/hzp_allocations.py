@@ -6,8 +6,6 @@ model's, the optimizer class's temporaries counting as hzp's. Dispatch modes are
 lane's job runs in one too.
 """
 
-# ruff: noqa: TID251 - it measures torch
-
 from __future__ import annotations
 
 import sys

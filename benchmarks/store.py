@@ -26,13 +26,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-from asyncflow_store_zmq.blocking import BlockingStore
-from asyncflow_store_zmq.options import ZmqOptions
-from asyncflow_store_zmq.store import ZmqDataStore
 from store_rows import OPERATIONS, PIPELINE_BATCH, PIPELINE_ROWS, Rows
 
 from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_store_zmq.blocking import BlockingStore
+from asyncflow_store_zmq.options import ZmqOptions
+from asyncflow_store_zmq.store import ZmqDataStore
 
 HERE = Path(__file__).resolve().parent
 PEER = "transferqueue==0.1.11\npsutil\n--constraint torch==2.13.0\n"
@@ -307,13 +307,12 @@ async def main() -> None:
     result: dict[str, float] = {}
     async with ZmqDataStore(ZmqOptions(capacity_rows=1 << 20)) as store:
         result |= await asyncio.to_thread(footprint, store)
-    async with ZmqDataStore(ZmqOptions(capacity_rows=1 << 21)) as store:
-        result |= await asyncio.to_thread(growth, store)
+    large = ZmqOptions(capacity_rows=1 << 21)
+    async with ZmqDataStore(large) as few, ZmqDataStore(large) as many:
+        result |= await asyncio.to_thread(growth, few, many)
     async with ZmqDataStore(ZmqOptions(capacity_rows=1 << 20)) as store:
         ours = Ours(**store.attach_options())
-        found = await asyncio.to_thread(
-            compare, ours, arguments.rounds, peer=not arguments.no_peer
-        )
+        found = await asyncio.to_thread(compare, ours, arguments.rounds, peer=not arguments.no_peer)
         ours.store.close()
     ratios = report(found)
     print(json.dumps({key: round(value, 3) for key, value in {**ratios, **result}.items()}))

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from asyncflow_store_zmq.blocking import BlockingStore
-from asyncflow_store_zmq.store import ZmqDataStore
 from store_rows import Rows
 
 from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_store_zmq.blocking import BlockingStore
+from asyncflow_store_zmq.store import ZmqDataStore
 
 MB = 1e6
 SAMPLES = 8
@@ -28,7 +28,7 @@ def pss(pid: int, field: str = "Pss") -> int:
 
 
 def weight(store: ZmqDataStore) -> int:
-    """Controller and shards: their PSS, with the arenas counted in full wherever they are mapped."""
+    """Controller and shards: their PSS, and the arenas in full, wherever they are mapped."""
     spec = store.processes.spec
     arenas = sum(spec.arena(n).stat().st_blocks * 512 for n in range(spec.shards))
     return arenas + sum(pss(p) - pss(p, "Pss_Shmem") for p in store.processes.pids)
@@ -56,45 +56,56 @@ def footprint(store: ZmqDataStore) -> dict[str, float]:
     return {"memory_over_payload": grown / payload, "idle_rss_mb": idle / MB}
 
 
-def growth(store: ZmqDataStore) -> dict[str, float]:
-    """A lease of 64 rows through the socket at 1,000 and at 1M rows; the controller's bytes a row."""
-    options = store.attach_options()
-    controller = store.processes.pids[-1]
-    with BlockingStore(options["connect"], token=options["token"]) as client:
-        client.register(TaskSpec("rollout", ("prompt_ids",), ("response_ids", "reward", "score")))
-        client.register(TaskSpec("train", ("prompt_ids", "response_ids", "reward", "score")))
-        put = 0
+class Filled:
+    """A store with rows that wait for their first task."""
 
-        def fill(rows: int) -> None:
-            nonlocal put
-            while put < rows // SAMPLES:
-                count = min(125, rows // SAMPLES - put)
-                prompts = Column.ragged([np.arange(4, dtype=np.int32)] * count)
-                keys = [GroupKey(0, 0, put + i) for i in range(count)]
-                client.put(Batch({"prompt_ids": prompts}), keys=keys, samples=SAMPLES)
-                put += count
+    def __init__(self, store: ZmqDataStore) -> None:
+        options = store.attach_options()
+        self.client = BlockingStore(options["connect"], token=options["token"])
+        self.client.open()
+        writes = ("response_ids", "reward", "score")
+        self.client.register(TaskSpec("rollout", ("prompt_ids",), writes))
+        self.client.register(TaskSpec("train", ("prompt_ids", *writes)))
+        self.times: list[float] = []
+        self._groups = 0
 
-        fill(1000)
-        small = lease_p50(client)
-        before = pss(controller)
-        fill(ROWS)
-        rows_put = (pss(controller) - before) / ROWS
-        large = lease_p50(client)
-        produce(client, ROWS)
-        produced = (pss(controller) - before) / ROWS
-    print(f"lease of 64, p50: {small * 1e6:.0f} us at 1,000 rows, {large * 1e6:.0f} us at 1M rows")
+    def fill(self, rows: int) -> None:
+        while self._groups < rows // SAMPLES:
+            count = min(125, rows // SAMPLES - self._groups)
+            prompts = Column.ragged([np.arange(4, dtype=np.int32)] * count)
+            keys = [GroupKey(0, 0, self._groups + i) for i in range(count)]
+            self.client.put(Batch({"prompt_ids": prompts}), keys=keys, samples=SAMPLES)
+            self._groups += count
+
+    def lease(self, repeats: int) -> None:
+        """Lease 64 rows, timed, and give them back."""
+        for _ in range(repeats):
+            start = time.perf_counter()
+            lease = self.client.lease("rollout", requester="bench", limit_rows=64)
+            self.times.append(time.perf_counter() - start)
+            self.client.release(lease.ref())
+
+
+def growth(few: ZmqDataStore, many: ZmqDataStore) -> dict[str, float]:
+    """A lease of 64 through the socket at 1,000 and at 1M rows; the controller's bytes a row."""
+    controller = many.processes.pids[-1]
+    small, large = Filled(few), Filled(many)
+    small.fill(1000)
+    large.fill(1000)
+    before = pss(controller)
+    large.fill(ROWS)
+    rows_put = (pss(controller) - before) / ROWS
+    for _ in range(40):  # in turns, so that both see the same machine
+        small.lease(25)
+        large.lease(25)
+    base, grown = statistics.median(small.times), statistics.median(large.times)
+    produce(large.client, ROWS)
+    produced = (pss(controller) - before) / ROWS
+    small.client.close()
+    large.client.close()
+    print(f"lease of 64, p50: {base * 1e6:.0f} us at 1,000 rows, {grown * 1e6:.0f} us at 1M rows")
     print(f"controller, bytes a row: {rows_put:.1f} put, {produced:.1f} with all columns there")
-    return {"lease_growth": large / small, "ledger_bytes_per_row": max(rows_put, produced)}
-
-
-def lease_p50(client: BlockingStore, repeats: int = 1000) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        lease = client.lease("rollout", requester="bench", limit_rows=64)
-        times.append(time.perf_counter() - start)
-        client.release(lease.ref())
-    return statistics.median(times)
+    return {"lease_growth": grown / base, "ledger_bytes_per_row": max(rows_put, produced)}
 
 
 def produce(client: BlockingStore, rows: int) -> None:

@@ -27,7 +27,10 @@ def cli() -> None:
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
 def run(config: str, overrides: Sequence[str]) -> None:
-    """Train: run CONFIG, a YAML file, with OVERRIDES as dotted.key=value."""
+    """Train: run CONFIG with OVERRIDES.
+
+    CONFIG is a YAML file; an override is section.key=value, as in workflow.steps=10.
+    """
     from asyncflow_core.cli.progress import Progress
     from asyncflow_core.config_source import parse_overrides
     from asyncflow_core.flow.flow import Flow
@@ -42,7 +45,9 @@ def run(config: str, overrides: Sequence[str]) -> None:
         for step in flow.run():
             progress.step(step)
     except ConfigError as error:
-        raise _StartedError(error) from error
+        if flow.started:
+            raise _StartedError(error) from error
+        raise
     finally:
         progress.close()
     progress.finished(flow.summary, flow.folder)
@@ -53,7 +58,10 @@ def run(config: str, overrides: Sequence[str]) -> None:
 @click.argument("overrides", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable report.")
 def doctor(config: str, overrides: Sequence[str], as_json: bool) -> None:
-    """Check CONFIG, its plugins and its dataflow without starting anything."""
+    """Check CONFIG and start nothing.
+
+    Shows its plugins and dataflow, or every fault at once; OVERRIDES are those of run.
+    """
     from asyncflow_core.cli.doctor import examine
 
     sys.exit(examine(config, overrides, as_json=as_json))
@@ -62,7 +70,7 @@ def doctor(config: str, overrides: Sequence[str], as_json: bool) -> None:
 @cli.command()
 @click.option("--load", is_flag=True, help="Import each plugin and show its capabilities.")
 def plugins(load: bool) -> None:
-    """List installed plugins, without importing any."""
+    """List installed plugins."""
     from asyncflow_core.cli.plugins import show_plugins
 
     sys.exit(show_plugins(load=load))
@@ -71,14 +79,15 @@ def plugins(load: bool) -> None:
 @cli.command()
 @click.argument("kind", required=False)
 @click.argument("plugin", required=False)
-@click.argument("options", nargs=-1)
+@click.argument("options", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--bind", help="Address to answer at: ipc://PATH or tcp://127.0.0.1:PORT.")
 @click.option("--spec", hidden=True, help="Name of a run's process; its spec is standard input.")
 def serve(
     kind: str | None, plugin: str | None, options: Sequence[str], bind: str | None, spec: str | None
 ) -> None:
-    """Serve one service, KIND PLUGIN key=value ..., until stopped.
+    """Serve one service until stopped.
 
+    KIND is rollout, trainer, weight_sync or data_store; KEY=VALUE are the plugin's options.
     The environment variable ASYNCFLOW_TOKEN holds the secret that clients show; without it one is
     made and printed.
     """

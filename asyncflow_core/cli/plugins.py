@@ -14,6 +14,8 @@ from asyncflow_core.registry import PluginEntry, Registry
 
 __all__ = ["show_plugins"]
 
+_WIDTH = 1000
+
 
 def show_plugins(*, load: bool) -> int:
     """Print a table; returns 1 if a plugin is in conflict or, with `load`, does not load."""
@@ -21,19 +23,23 @@ def show_plugins(*, load: bool) -> int:
     entries = registry.entries()
     offered = Counter(entry.label for entry in entries)
     table = Table("kind", "name", "version", "distribution", "state", box=None, pad_edge=False)
-    if load:
-        table.add_column("capabilities")
+    details = []
     bad = 0
     for entry in entries:
-        state, capabilities = _state(registry, entry, offered[entry.label], load=load)
+        state, detail = _state(registry, entry, offered[entry.label], load=load)
         bad += state not in ("installed", "loaded")
-        row = [entry.kind, entry.name, entry.version, entry.distribution, state]
-        table.add_row(*row, *([capabilities] if load else []))
-    Console(soft_wrap=True).print(table)
+        table.add_row(entry.kind, entry.name, entry.version, entry.distribution, state)
+        details += [f"{entry.label}: {detail}"] if detail else []
+    # As wide as it is: what is cut off cannot be read, and a pipe has no width.
+    console = Console(width=_WIDTH, highlight=False)
+    console.print(table)
+    for detail in details:
+        console.print(f"\n{detail}", markup=False, soft_wrap=True)
     return 1 if bad else 0
 
 
 def _state(registry: Registry, entry: PluginEntry, offers: int, *, load: bool) -> tuple[str, str]:
+    """A word for the table, and what there is to say below it."""
     if offers > 1:
         return "conflict: offered twice", ""
     if not load:
@@ -41,7 +47,7 @@ def _state(registry: Registry, entry: PluginEntry, offers: int, *, load: bool) -
     try:
         plugin = registry.get(entry.kind, entry.name)
     except AsyncFlowError as error:
-        return str(error), ""
+        return "broken", str(error)
     return "loaded", _capabilities(plugin.capabilities)
 
 

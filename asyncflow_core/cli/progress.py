@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -56,11 +57,12 @@ class Progress:
             f"step {step.version:>{len(str(step.steps))}}/{step.steps}  reward {self._reward:.3f}  "
             f"staleness {step.metrics[metrics.STALENESS_MEAN]:.2f} "
             f"(max {self._config.workflow.bound})  "
-            f"{step.metrics[metrics.TOKENS_PER_S] / 1000:.1f}k tok/s  "
-            f"{_clock(elapsed)} elapsed, {_clock(left)} left"
+            f"{_clock(elapsed)} elapsed, {_clock(left)} left  "
+            f"{step.metrics[metrics.TOKENS_PER_S] / 1000:.1f}k tok/s"
         )
-        print(f"\r\x1b[K{line}" if self._terminal else line, end="" if self._terminal else "\n")
-        sys.stdout.flush()
+        if self._terminal:  # a line that wraps is not overwritten by the next one
+            line = f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}"
+        print(line, end="" if self._terminal else "\n", flush=True)
 
     def close(self) -> None:
         """End the line on a terminal."""

@@ -145,6 +145,11 @@ class Flow:
         return self._plan
 
     @property
+    def started(self) -> bool:
+        """Whether its folder was made and processes may have been started."""
+        return self._folder is not None
+
+    @property
     def folder(self) -> Path:
         """`runs/<name>`, once started."""
         if self._folder is None:

@@ -19,6 +19,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from asyncflow_core.config import Section
 from asyncflow_core.errors import PeerLostError, ServiceClosedError, ServiceTimeoutError
 from asyncflow_core.flow import guard
@@ -35,11 +37,11 @@ _LAST_LINES = 12
 class LocalOptions(Section):
     """Options of the local launcher."""
 
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = Field(600.0, gt=0.0)
     """Longest time a process may take to load its model and answer."""
-    stop_timeout_s: float = 2.0
+    stop_timeout_s: float = Field(2.0, ge=0.0)
     """Time a process gets to end by itself; then its process group is killed."""
-    threads: int = 1
+    threads: int = Field(1, ge=1)
     """Threads of numeric libraries in each process (OMP_NUM_THREADS)."""
 
 

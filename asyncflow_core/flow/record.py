@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import os
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from asyncflow_core.batch import Batch, GroupKey, Key
 from asyncflow_core.config import RunConfig
 from asyncflow_core.config_source import dump_yaml
-from asyncflow_core.errors import ConfigError
+from asyncflow_core.errors import ConfigError, DataError, ServiceError
 from asyncflow_core.parts import Tokenizer
 from asyncflow_core.services.data_store import RowInfo
 
@@ -37,41 +40,111 @@ class RunFolder:
             ConfigError: the folder cannot be made.
         """
         self.path = (Path(config.out) / config.name).resolve()
+        self._files: dict[str, TextIO] = {}
+        self._lock = -1
         try:
-            self.moved_to = _move_aside(self.path)
-            (self.path / "logs").mkdir(parents=True)
+            self._make()
+            (self.path / "config.yaml").write_text(
+                dump_yaml(config.model_dump(mode="json")), encoding="utf-8"
+            )
+            self._write_json("environment.json", _environment())
         except OSError as error:
+            self.close()
             raise ConfigError(
                 f"out: the run's folder {str(self.path)!r} cannot be made: {error.strerror}"
             ) from error
-        (self.path / "config.yaml").write_text(
-            dump_yaml(config.model_dump(mode="json")), encoding="utf-8"
-        )
-        self.write_json("environment.json", _environment())
-        self._files: dict[str, TextIO] = {}
+
+    def _make(self) -> None:
+        """Make and lock it, while no other run of `out` does.
+
+        Raises:
+            ConfigError: a run that is going on has it.
+        """
+        with contextlib.suppress(FileExistsError):  # a file: the folder below says it better
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        others = _locked(self.path.parent, wait=True)
+        try:
+            found = _locked(self.path)
+            if found is None:
+                raise ConfigError(
+                    f"name: a run is going on in {str(self.path)!r}; give this one another name"
+                )
+            os.close(found)
+            self.moved_to = _move_aside(self.path)
+            (self.path / "logs").mkdir(parents=True)
+            lock = _locked(self.path)
+            self._lock = -1 if lock is None else lock
+        finally:
+            if others is not None:
+                os.close(others)
 
     def log_path(self, service: str) -> str:
         """Where a service's output goes."""
         return str(self.path / "logs" / f"{service}.log")
 
     def append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines of JSON to a file."""
-        if name not in self._files:
-            self._files[name] = open(self.path / name, "a", encoding="utf-8")  # noqa: SIM115
-        self._files[name].write("".join(f"{json.dumps(record)}\n" for record in records))
-        self._files[name].flush()
+        """Add lines of JSON to a file.
+
+        Raises:
+            ServiceError: it cannot be written.
+        """
+        with self._writing(name):
+            if name not in self._files:
+                self._files[name] = open(self.path / name, "a", encoding="utf-8")  # noqa: SIM115
+            self._files[name].write("".join(f"{json.dumps(record)}\n" for record in records))
+            self._files[name].flush()
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write one JSON file, whole or not at all."""
+        """Write one JSON file, whole or not at all.
+
+        Raises:
+            ServiceError: it cannot be written.
+        """
+        with self._writing(name):
+            self._write_json(name, value)
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         temporary = self.path / f".{name}.tmp"
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         temporary.replace(self.path / name)
 
     def close(self) -> None:
-        """Close what `append` opened."""
+        """Close what `append` opened; another run may then take the name."""
         for file in list(self._files.values()):
-            file.close()
+            with contextlib.suppress(OSError):  # lines of an `append` that failed
+                file.close()
         self._files.clear()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ServiceError(
+                f"{str(self.path / name)!r} cannot be written: {error.strerror}", service="recorder"
+            ) from error
+
+
+def _locked(path: Path, *, wait: bool = False) -> int | None:
+    """A descriptor that holds the lock on `path`; None if another process has it.
+
+    A path that is not there, or on a file system without locks, is not locked by anybody.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        pass
+    return fd
 
 
 def _move_aside(path: Path) -> Path | None:
@@ -152,12 +225,12 @@ class Recorder:
             strict=True,
         ):
             if info.key.group not in prompts:
-                prompts[info.key.group] = self._readable(prompt)
+                prompts[info.key.group] = self._readable(prompt, info.key)
             record = {
                 "key": str(info.key),
                 "batch": info.batch,
                 "prompt": prompts[info.key.group],
-                "response": self._readable(response),
+                "response": self._readable(response, info.key),
                 "reward": reward,
                 "versions": versions.tolist(),
                 "finish_reason": reason,
@@ -178,8 +251,15 @@ class Recorder:
             rewards.errors += 1
             rewards.last_error = error
 
-    def _readable(self, ids: NDArray[np.int32]) -> Any:
-        return self._tokenizer.decode(ids) if self._tokenizer else ids.tolist()
+    def _readable(self, ids: NDArray[np.int32], key: Key) -> Any:
+        if self._tokenizer is None:
+            return ids.tolist()
+        try:
+            return self._tokenizer.decode(ids)
+        except Exception as error:
+            raise DataError(
+                f"row {key}: the tokenizer cannot decode {ids.tolist()}: {error}"
+            ) from error
 
     async def wait_batch(self, batch: int, rows: int) -> Rewards:
         """The rewards of a batch, once `rows` of it were seen; it is then forgotten."""

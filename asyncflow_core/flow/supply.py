@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.config import RunConfig
-from asyncflow_core.errors import ConfigError, DataError, ServiceError
+from asyncflow_core.errors import AsyncFlowError, ConfigError, DataError, ServiceError
 from asyncflow_core.flow.admission import Admission
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
 __all__ = ["EVALUATION", "TRAINING", "Supply", "row_bytes"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +76,8 @@ class Supply:
         evaluation = self._config.evaluation
         if evaluation is None:
             return 0
-        records = await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: list(islice(self._prompts.evaluation(), evaluation.limit))
+        records = await self._aside(
+            lambda: list(islice(self._prompts.evaluation(), evaluation.limit))
         )
         keys = [GroupKey(EVALUATION, epoch, number) for number in range(len(records))]
         await self._put(records, keys, evaluation.samples, None, "eval")
@@ -90,14 +94,29 @@ class Supply:
             while (batch := self._admission.next()) is not None:
                 places[batch] = places.get(batch, 0) + 1
             for batch, groups in places.items():
-                drawn = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._draw, groups
-                )
+                drawn = await self._aside(partial(self._draw, groups))
                 size = self._config.workflow.group_size
                 await self._put(
                     [record for _, record in drawn], [key for key, _ in drawn], size, batch, "train"
                 )
                 self.rows_put += groups * size
+
+    async def _aside(self, call: Callable[[], T]) -> T:
+        """What the plugin makes, on the thread; its own exceptions name it."""
+        plugin = self._config.prompts.plugin
+
+        def named() -> T:
+            try:
+                return call()
+            except AsyncFlowError:
+                raise
+            except Exception as error:
+                raise ServiceError(
+                    f"prompts plugin {plugin!r} failed: {type(error).__name__}: {error}",
+                    service="prompts",
+                ) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, named)
 
     def _draw(self, groups: int) -> list[tuple[GroupKey, PromptRecord]]:
         return list(islice(self._training, groups))
@@ -125,9 +144,7 @@ class Supply:
     ) -> None:
         if not records:
             return
-        columns = {"prompt_ids": Column.ragged([r.prompt_ids for r in records], np.int32)}
-        for name in self._prompts.fields:
-            columns[name] = Column.objects(record.fields[name] for record in records)
+        columns = self._columns(records)
         longest = max(len(record.prompt_ids) for record in records)
         nbytes = row_bytes(longest, self._config.rollout.sampling.max_new_tokens)
         if partition == "train":
@@ -140,6 +157,18 @@ class Supply:
             partition=partition,
             row_bytes=nbytes,
         )
+
+    def _columns(self, records: Sequence[PromptRecord]) -> dict[str, Column]:
+        try:
+            columns = {"prompt_ids": Column.ragged([r.prompt_ids for r in records], np.int32)}
+            for name in self._prompts.fields:
+                columns[name] = Column.objects(record.fields[name] for record in records)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DataError(
+                f"prompts plugin {self._config.prompts.plugin!r} yields a malformed PromptRecord: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return columns
 
     async def _check_room(self, nbytes: int) -> None:
         """Refuse what would wait for ever: a batch that can never be whole in the store."""

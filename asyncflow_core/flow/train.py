@@ -234,7 +234,7 @@ class TrainWorker(TrainerControl):
 
     def _check_staleness(self, version: int, rows: Sequence[_Held]) -> None:
         for row in rows:
-            if _staleness(version, row.info) > self._settings.max_staleness:
+            if not 0 <= _staleness(version, row.info) <= self._settings.max_staleness:
                 raise StalenessViolationError(
                     f"row {row.info.key} of step {version} has a token of version "
                     f"{row.info.oldest_version}, staleness {_staleness(version, row.info)}; "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column, Key
-from asyncflow_core.errors import AsyncFlowError, DataError, ServiceError
+from asyncflow_core.errors import AsyncFlowError, DataError, InvariantError, ServiceError
 from asyncflow_core.flow.worker import Part, Work
 from asyncflow_core.parts import Stage, StageContract
 from asyncflow_core.schema import CANONICAL
@@ -44,6 +44,9 @@ ROLLOUT_WRITES = (
 )
 """Columns every rollout writes."""
 
+_LOGPROB_AT_MOST = 0.1
+"""A log-prob above 0 by as much is an engine's rounding."""
+
 
 def sampling_seed(run_seed: int, key: Key) -> int:
     """Seed of one trajectory, 63 bits: equal in every process and life of a run."""
@@ -54,7 +57,8 @@ def sampling_seed(run_seed: int, key: Key) -> int:
 def rollout_work(service: Rollout, sampling: SamplingParams, seed: int) -> Work:
     """Generate the leased prompts; what ended is committed together, at once.
 
-    A prompt that the engine refuses is dropped with its reason; it would be refused again.
+    A prompt that the engine refuses is dropped with its reason; it would be refused again. Each
+    request has one answer: an engine that gives fewer, more or others ends the work.
     """
 
     async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
@@ -67,27 +71,66 @@ def rollout_work(service: Rollout, sampling: SamplingParams, seed: int) -> Work:
             async for ended in lists:
                 for part in _parts(ended, rows, sampling):
                     yield part
+        if rows:
+            raise InvariantError(
+                f"the rollout left {len(rows)} of {len(requests)} requests without a completion, "
+                f"the first is {next(iter(rows))}; generate() yields one for each"
+            )
 
     return work
 
 
 def _parts(
     ended: Sequence[Completion | tuple[Key, str]],
-    rows: Mapping[Key, RowInfo],
+    rows: dict[Key, RowInfo],
     sampling: SamplingParams,
 ) -> Iterator[Part]:
+    """Parts of what ended; takes its rows out of `rows`."""
     refused: dict[str, list[RowInfo]] = {}
     for item in ended:
         if isinstance(item, tuple):
-            refused.setdefault(item[1], []).append(rows[item[0]])
+            refused.setdefault(item[1], []).append(rows.pop(item[0]))
     for reason, found in refused.items():
         yield Part(found, drop=reason)
     completions = [item for item in ended if isinstance(item, Completion)]
     if completions:
-        yield Part(
-            [rows[completion.key] for completion in completions],
-            completions_to_batch(completions, sampling),
+        found = []
+        for completion in completions:
+            if completion.key not in rows:
+                raise InvariantError(
+                    f"the rollout completed row {completion.key}, which is not among its requests "
+                    f"or was completed before"
+                )
+            found.append(rows.pop(completion.key))
+        yield Part(found, _as_asked(completions, sampling))
+
+
+def _as_asked(completions: Sequence[Completion], sampling: SamplingParams) -> Batch:
+    """As columns; what the store cannot know is checked here: whether it is what was asked for."""
+    try:
+        batch = completions_to_batch(completions, sampling)
+    except (AttributeError, TypeError, ValueError) as error:  # DataError is a ValueError
+        if len(completions) > 1:  # which one was it?
+            for completion in completions:
+                _as_asked([completion], sampling)
+        key = completions[0].key
+        raise DataError(f"the rollout's completion of row {key} is malformed: {error}") from error
+    for completion, tokens in zip(completions, batch["response_ids"].lengths, strict=True):
+        if tokens > sampling.max_new_tokens:
+            raise DataError(
+                f"the rollout's completion of row {completion.key} has {tokens} tokens, allowed: "
+                f"at most max_new_tokens {sampling.max_new_tokens}"
+            )
+    if (batch["behaviour_logprobs"].array > _LOGPROB_AT_MOST).any():
+        key, highest = max(
+            ((c.key, max(c.behaviour_logprobs, default=0.0)) for c in completions),
+            key=lambda found: found[1],
         )
+        raise DataError(
+            f"the rollout's completion of row {key} has a log-prob of {highest:g}; the logarithm "
+            f"of a probability is at most 0"
+        )
+    return batch
 
 
 async def _all_ready(
@@ -128,10 +171,20 @@ async def _generate(
     requests: Sequence[GenerateRequest],
     ready: asyncio.Queue[Completion | tuple[Key, str] | None],
 ) -> None:
+    answered = False
     try:
         async for completion in service.generate(requests):
+            if not isinstance(completion, Completion):
+                raise InvariantError(
+                    f"the rollout yielded a {type(completion).__name__}, not a Completion"
+                )
+            answered = True
             ready.put_nowait(completion)
     except DataError as error:
+        if answered:
+            raise InvariantError(
+                f"the rollout refused a request when it had answered others: {error}"
+            ) from error
         if len(requests) == 1:
             ready.put_nowait((requests[0].key, f"refused by the engine: {error}"))
             return
@@ -145,12 +198,13 @@ def stage_work(stage: Stage, contract: StageContract, name: str, executor: Execu
     """Run a stage on a worker thread; its faults name it, its columns are brought to the schema."""
 
     def call(batch: Batch) -> Batch:
-        # Caught here, on the thread: a StopIteration would never reach the event loop.
+        # Caught here, on the thread: a StopIteration would never reach the event loop, and
+        # sys.exit() in a verifier would end it. Ctrl-C comes to the main thread only.
         try:
             columns = stage(batch)
         except AsyncFlowError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise ServiceError(
                 f"stage {name!r} failed: {type(error).__name__}: {error}", service=name
             ) from error

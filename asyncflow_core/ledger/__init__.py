@@ -5,7 +5,13 @@ Shells (`reference.InProcessDataStore`, the sharded store) hold payload, wait an
 
 from __future__ import annotations
 
-from asyncflow_core.ledger.policies import Candidate, Fifo, LeasePolicy
+from asyncflow_core.ledger.policies import (
+    Candidate,
+    Fifo,
+    LeasePolicy,
+    StalestFirst,
+    TokenBalanced,
+)
 from asyncflow_core.ledger.rows import Admission, Group, locate, row_number, samples_in
 from asyncflow_core.ledger.store import Claim, Effects, Grant, Intake, Ledger
 
@@ -20,6 +26,8 @@ __all__ = [
     "Intake",
     "LeasePolicy",
     "Ledger",
+    "StalestFirst",
+    "TokenBalanced",
     "locate",
     "row_number",
     "samples_in",

@@ -42,6 +42,14 @@ class Credit:
             )
         return self.rows + rows <= self.capacity_rows and self.bytes + size <= self.capacity_bytes
 
+    def room(self, admission: Admission) -> int:
+        """How many groups of this size fit now; `BackpressureError` if none ever will."""
+        if not self.fits(admission):
+            return 0
+        rows, size = admission.samples, admission.samples * admission.row_bytes
+        count = (self.capacity_rows - self.rows) // rows
+        return min(count, (self.capacity_bytes - self.bytes) // size) if size else count
+
     def take(self, admission: Admission, rows: int) -> None:
         """Reserve rows of a group (or, negative, give them back)."""
         self.rows += rows

@@ -13,7 +13,7 @@ from typing import Protocol
 from asyncflow_core.batch import GroupKey
 from asyncflow_core.ledger.rows import Group, View, samples_in
 
-__all__ = ["Budget", "Candidate", "Fifo", "LeasePolicy"]
+__all__ = ["Budget", "Candidate", "Fifo", "LeasePolicy", "StalestFirst", "TokenBalanced"]
 
 
 class Candidate:
@@ -81,6 +81,37 @@ class Fifo:
         return candidates
 
 
+class StalestFirst:
+    """What the oldest weights produced goes first, so that it does not grow older."""
+
+    window = 64
+
+    def order(
+        self, candidates: Sequence[Candidate], *, requester: str, holders: Mapping[str, int]
+    ) -> Sequence[Candidate]:
+        """By oldest version; rows without a response last; else as they come."""
+
+        def age(candidate: Candidate) -> float:
+            version = candidate.oldest_version
+            return math.inf if version is None else version
+
+        return sorted(candidates, key=age)
+
+
+class TokenBalanced:
+    """Evens the tokens that requesters hold: who holds less than the mean gets the longest rows."""
+
+    window = 64
+
+    def order(
+        self, candidates: Sequence[Candidate], *, requester: str, holders: Mapping[str, int]
+    ) -> Sequence[Candidate]:
+        """By tokens a row: falling for a requester who holds little, rising for the others."""
+        others = [rows for name, rows in holders.items() if name != requester]
+        little = not others or holders.get(requester, 0) <= sum(others) / len(others)
+        return sorted(candidates, key=lambda c: c.tokens / c.rows, reverse=little)
+
+
 class Budget:
     """What is left of a lease's limits. The first row or group always fits.
 
@@ -111,7 +142,7 @@ class Budget:
             return mask if self._spend(candidate.rows, candidate.tokens) else 0
         taken = 0
         for sample in samples_in(mask):
-            if not self._spend(1, group.tokens[sample]):
+            if not self._spend(1, group.facts[sample]):
                 break
             taken |= 1 << sample
         return taken

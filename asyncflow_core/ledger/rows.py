@@ -118,15 +118,15 @@ class Group:
         alive: rows neither freed nor dropped.
         completed: whether a row went all the way, that is, was freed without a drop.
         has: column number to the rows that have it.
-        tokens: of each row, prompt and response as far as they are there.
-        oldest: oldest version among each row's response tokens, -1 while there is none.
+        facts: of each row its tokens, prompt and response as far as they are there; then of each
+            row the oldest version among its response's tokens, -1 while there is none. At
+            `sample` and at `sample - samples`; one array, since every object of a group counts.
         views: one for each task that sees the group.
         place: where a shell keeps the payload, by its own numbering; nothing here looks at it.
     """
 
     __slots__ = (
-        "admission", "alive", "completed", "has", "key", "number", "oldest", "place", "tokens",
-        "views",
+        "admission", "alive", "completed", "facts", "has", "key", "number", "place", "views",
     )  # fmt: skip
 
     def __init__(
@@ -148,8 +148,11 @@ class Group:
         self.alive = (1 << samples) - 1
         self.completed = False
         self.has = has
-        self.tokens = array("i", (tokens,)) * samples
-        self.oldest = array("i", (_NO_VERSION if oldest is None else oldest,)) * samples
+        age = _NO_VERSION if oldest is None else oldest
+        if samples == 1:
+            self.facts = array("i", (tokens, age))
+        else:
+            self.facts = array("i", (tokens,)) * samples + array("i", (age,)) * samples
         self.views = views
         self.place = -1
 
@@ -181,20 +184,21 @@ class Group:
 
     def tokens_in(self, mask: int) -> int:
         """Tokens of these rows together."""
-        return sum(self.tokens[sample] for sample in samples_in(mask))
+        return sum(self.facts[sample] for sample in samples_in(mask))
 
     def oldest_in(self, mask: int) -> int | None:
         """Oldest version among these rows; None when none has a response."""
-        versions = [self.oldest[sample] for sample in samples_in(mask)]
+        samples = self.admission.samples
+        versions = [self.facts[sample - samples] for sample in samples_in(mask)]
         return min((v for v in versions if v != _NO_VERSION), default=None)
 
     def info(self, sample: int) -> RowInfo:
         """What a lease says of the row."""
-        oldest = self.oldest[sample]
+        oldest = self.facts[sample - self.admission.samples]
         return RowInfo(
             row=row_number(self.number, sample),
             key=Key(*self.key, sample),
             batch=self.admission.batch,
-            tokens=self.tokens[sample],
+            tokens=self.facts[sample],
             oldest_version=None if oldest == _NO_VERSION else oldest,
         )

@@ -12,17 +12,17 @@ waiters, free payload, admit producers) is collected in `Effects`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from asyncflow_core.batch import BatchRef, GroupKey, Key
-from asyncflow_core.errors import BackpressureError, ConfigError, DataError
-from asyncflow_core.ledger.credit import Credit
+from asyncflow_core.errors import BackpressureError, DataError
+from asyncflow_core.ledger.changes import Changes, Intake
 from asyncflow_core.ledger.drops import DropLog
 from asyncflow_core.ledger.keys import KnownKeys
-from asyncflow_core.ledger.leases import LeaseBook, LeaseRecord, Part
-from asyncflow_core.ledger.policies import Budget, Candidate, Fifo, LeasePolicy
-from asyncflow_core.ledger.registry import TaskTable
+from asyncflow_core.ledger.leases import Part
+from asyncflow_core.ledger.outcomes import Claim, Effects, Grant
+from asyncflow_core.ledger.policies import (
+    Budget,
+)
 from asyncflow_core.ledger.rows import (
     MAX_SAMPLES,
     Admission,
@@ -30,10 +30,8 @@ from asyncflow_core.ledger.rows import (
     View,
     locate,
     masks_by_group,
-    row_number,
     samples_in,
 )
-from asyncflow_core.ledger.tasks import Task
 from asyncflow_core.services.data_store import (
     CommitResult,
     Lease,
@@ -44,95 +42,7 @@ from asyncflow_core.services.data_store import (
 __all__ = ["Claim", "Effects", "Grant", "Intake", "Ledger"]
 
 
-@dataclass(slots=True)
-class Effects:
-    """What happened since the shell last asked.
-
-    Attributes:
-        ready: tasks whose queue got rows, or that ended: whoever waits for them tries again.
-        gone: groups with the rows of theirs that are gone; their payload and credit are free.
-        groups_dropped: the log of dropped groups grew.
-    """
-
-    ready: set[str] = field(default_factory=set)
-    gone: list[tuple[Group, int]] = field(default_factory=list)
-    groups_dropped: bool = False
-
-    @property
-    def freed(self) -> list[int]:
-        """The rows of `gone` by number."""
-        return [
-            row_number(g.number, sample) for g, mask in self.gone for sample in samples_in(mask)
-        ]
-
-
-class Claim(NamedTuple):
-    """What a lease's reference stands for now.
-
-    Attributes:
-        task: whose lease it is.
-        held: positions in the reference of rows the lease holds; the others were committed by it
-            before, or dropped.
-    """
-
-    task: TaskSpec
-    held: tuple[int, ...]
-
-
-class Grant(NamedTuple):
-    """A hand-out.
-
-    Attributes:
-        lease_id: of the new lease; its fence too.
-        task: whose it is.
-        picks: groups with the rows handed out, in order.
-    """
-
-    lease_id: int
-    task: TaskSpec
-    picks: list[tuple[Group, int]]
-
-
-class Intake:
-    """Puts groups of one admission: what they have in common is looked up once."""
-
-    def __init__(self, ledger: Ledger, admission: Admission) -> None:
-        """Of a checked admission; made by `Ledger.intake`."""
-        self._ledger = ledger
-        self._admission = admission
-        self._has = ledger._tasks.presence(admission)
-        self._full = (1 << admission.samples) - 1
-        self._views = [
-            (task, all(self._has[column] for column in task.reads))
-            for task in ledger._tasks.seeing(admission.partition)
-        ]
-        ledger._effects.ready.update(task.spec.name for task, ready in self._views if ready)
-
-    def put(self, key: GroupKey, *, tokens: int, oldest: int | None, place: int) -> int:
-        """Store a group that is not known and fits; its number."""
-        if min(key) < 0:
-            raise DataError(f"group key {tuple(key)} has a negative part; count from 0")
-        ledger = self._ledger
-        ledger._last_group += 1
-        views = tuple([View(task) for task, _ in self._views])
-        group = Group(
-            ledger._last_group,
-            key,
-            self._admission,
-            tokens=tokens,
-            oldest=oldest,
-            has=self._has.copy(),
-            views=views,
-        )
-        group.place = place
-        ledger._add(group)
-        for view, (task, ready) in zip(views, self._views, strict=True):
-            if ready:
-                task.offer_new(group, view, self._full)
-        return group.number
-
-
-class Ledger:
+class Ledger(Changes):
     """Rows, tasks, leases and credit of one store.
 
     Time is what callers pass as `now`: any clock that never runs back. Calls with a `now` first
@@ -140,46 +50,6 @@ class Ledger:
     than `max_gap_s` while leases live means that this process stood still, and lets them all live
     longer by as much.
     """
-
-    def __init__(
-        self,
-        *,
-        capacity_rows: int,
-        capacity_bytes: int,
-        max_staleness: int = 0,
-        max_gap_s: float = 5.0,
-        remember_rows: int = 65536,
-        policies: Mapping[str, LeasePolicy] | None = None,
-        first_lease: int = 0,
-    ) -> None:
-        """An empty store.
-
-        Args:
-            capacity_rows: credit in rows.
-            capacity_bytes: credit in bytes.
-            max_staleness: versions, bounds what `Order.ADMITTED` tasks get.
-            max_gap_s: longest time between two calls that is not taken for a stopped process.
-            remember_rows: rows of ended leases to remember (see `LeaseBook`).
-            policies: lease policies beside "fifo".
-            first_lease: lease numbers begin above it: above those of an earlier life.
-        """
-        if max_staleness < 0:
-            raise ConfigError(f"max_staleness counts versions from 0, got {max_staleness}")
-        self.policies: dict[str, LeasePolicy] = {"fifo": Fifo(), **(policies or {})}
-        self._credit = Credit(capacity_rows, capacity_bytes)
-        self._max_gap_s = max_gap_s
-        self._now: float | None = None
-        self._tasks = TaskTable(max_staleness)
-        self._leases = LeaseBook(remember_rows=remember_rows, first=first_lease)
-        self._known = KnownKeys()
-        self._groups: dict[int, Group] = {}
-        self._by_key: dict[GroupKey, Group] = {}
-        self._last_group = 0
-        self._rows_put = 0
-        self._rows_freed = 0
-        # Readers that keep up miss nothing: a store cannot drop more groups than it holds rows.
-        self._drops = DropLog(length=max(1024, capacity_rows))
-        self._effects = Effects()
 
     # Tasks
 
@@ -223,6 +93,10 @@ class Ledger:
         """
         return self._credit.fits(admission)
 
+    def room(self, admission: Admission) -> int:
+        """For how many groups there is credit now; raises as `fits`."""
+        return self._credit.room(admission)
+
     def check_admission(self, admission: Admission) -> None:
         """Raise `DataError` for groups that could never move through the store."""
         if not 1 <= admission.samples <= MAX_SAMPLES or admission.row_bytes < 0:
@@ -265,13 +139,6 @@ class Ledger:
         """
         self.check_admission(admission)
         return Intake(self, admission)
-
-    def _add(self, group: Group) -> None:
-        """Take a new group, whose views are in line with the queues."""
-        self._known.add(group.key)
-        self._groups[group.number] = self._by_key[group.key] = group
-        self._credit.take(group.admission, group.alive.bit_count())
-        self._rows_put += group.alive.bit_count()
 
     def drop(self, keys: Iterable[Key], *, reason: str) -> int:
         """Take rows out for every task; returns how many were there.
@@ -466,7 +333,7 @@ class Ledger:
             self._last_group, old.key, old.admission,
             tokens=0, oldest=None, has=old.has.copy(), views=tuple(views),
         )  # fmt: skip
-        group.tokens, group.oldest, group.place = old.tokens, old.oldest, old.place
+        group.facts, group.place = old.facts, old.place
         group.alive, group.completed = mask, old.completed
         self._add(group)
         self._free_done(group)
@@ -563,132 +430,3 @@ class Ledger:
             dropped_groups=self._drops.after(drops_after),
             tasks=self._tasks.stats(),
         )
-
-    # Changes of a group
-
-    def _settle(self, group: Group, *, front: View | None = None) -> None:
-        for view in group.views:
-            if view.task.settle(group, view, front=view is front):
-                self._effects.ready.add(view.task.spec.name)
-
-    def _pick(
-        self, task: Task, version: int | None, policy: LeasePolicy, budget: Budget, requester: str
-    ) -> list[tuple[Group, View, int]]:
-        """Take rows from the queue into `View.leased` until the budget is full."""
-        picks = []
-        whole = task.spec.whole_groups
-        fifo = isinstance(policy, Fifo)  # it sees no window: take as many as may be needed
-        while not budget.full:
-            groups = task.queue.pop(version, budget.window if fifo else policy.window)
-            if not groups:
-                break
-            window = [Candidate(group, group.view(task)) for group in groups]
-            left = []
-            for candidate in policy.order(window, requester=requester, holders=task.holders):
-                mask = budget.take(candidate, whole=whole)
-                view = candidate.view
-                if mask:
-                    view.leased |= mask
-                    picks.append((candidate.group, view, mask))
-                if mask == view.offered:
-                    task.take_all(view)
-                else:
-                    left.append(candidate.group.number)
-            for candidate in reversed(window) if left else ():  # what was not taken keeps its place
-                if candidate.group.number in left:
-                    task.settle(candidate.group, candidate.view, front=True)
-        return picks
-
-    def _unhold(self, lease: LeaseRecord, number: int, mask: int) -> tuple[Group, View]:
-        """The lease no longer holds these rows; it ends with its last one."""
-        part, group = lease.parts[number], self._groups[number]
-        view = group.view(lease.task)
-        part.held &= ~mask
-        view.leased &= ~mask
-        if not part.held:
-            others = view.leases
-            view.leases = () if len(others) == 1 else tuple(o for o in others if o is not lease)
-        lease.task.hold(lease.requester, -mask.bit_count())
-        lease.held -= mask.bit_count()
-        if not lease.held:
-            self._leases.end(lease)
-        return group, view
-
-    def _give_back(self, lease: LeaseRecord, masks: Mapping[int, int]) -> None:
-        for number, part in reversed(lease.parts.items()):  # so that the first comes out first
-            mask = part.held & masks.get(number, 0)
-            if mask:
-                group, view = self._unhold(lease, number, mask)
-                self._settle(group, front=view)
-
-    def _lose(self, lease: LeaseRecord) -> None:
-        lease.lost = True
-        self._give_back(lease, {number: part.held for number, part in lease.parts.items()})
-
-    def _commit_rows(
-        self,
-        lease: LeaseRecord,
-        number: int,
-        mask: int,
-        tokens: Mapping[int, int],
-        oldest: Mapping[int, int | None],
-    ) -> None:
-        lease.parts[number].committed |= mask
-        group, view = self._unhold(lease, number, mask)
-        self._complete(group, view, mask, tokens, oldest)
-
-    def _complete(
-        self,
-        group: Group,
-        view: View,
-        mask: int,
-        tokens: Mapping[int, int],
-        oldest: Mapping[int, int | None],
-    ) -> None:
-        """Rows are done for a task: its columns are there, and what nobody needs is freed."""
-        task = view.task
-        view.done |= mask
-        task.committed += mask.bit_count()
-        for column in task.writes:
-            group.has[column] |= mask
-        if tokens or oldest:
-            for sample in samples_in(mask):
-                row = row_number(group.number, sample)
-                group.tokens[sample] += tokens.get(row, 0)
-                version = oldest.get(row)
-                if version is not None:
-                    group.oldest[sample] = version
-        self._free_done(group)
-        if group.alive:  # else every task is done with it
-            self._settle(group)
-
-    def _drop_rows(self, group: Group, mask: int, reason: str) -> None:
-        for view in group.views:
-            for lease in view.leases:
-                part = lease.parts[group.number]
-                gone = part.held & mask
-                if gone:
-                    part.dropped |= gone
-                    self._unhold(lease, group.number, gone)
-        self._drops.add_rows(mask.bit_count(), reason)
-        self._free(group, mask)
-        self._settle(group)
-        if not group.alive and not group.completed:
-            self._drops.add_group(group, reason)
-            self._effects.groups_dropped = True
-
-    def _free_done(self, group: Group) -> None:
-        done = group.done_by_all()
-        if done:
-            group.completed = True
-            self._free(group, done)
-
-    def _free(self, group: Group, mask: int) -> None:
-        """Take rows out of the store and give their credit back."""
-        group.alive &= ~mask
-        count = mask.bit_count()
-        self._rows_freed += count
-        self._credit.take(group.admission, -count)
-        self._effects.gone.append((group, mask))
-        if not group.alive:
-            del self._groups[group.number], self._by_key[group.key]

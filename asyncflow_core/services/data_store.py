@@ -204,7 +204,7 @@ class DataStoreCapabilities:
 
     remote: bool = False
     durability: frozenset[str] = frozenset({"none"})
-    lease_policies: frozenset[str] = frozenset({"fifo"})
+    lease_policies: frozenset[str] = frozenset({"fifo", "stalest_first", "token_balanced"})
     capacity_rows: int | None = None
     capacity_bytes: int | None = None
 

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from asyncflow_core import Registry
-from asyncflow_core.config_source import ConfigSource
-from asyncflow_core.parts import PartContext
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
+
+from asyncflow_core import Registry
+from asyncflow_core.config_source import ConfigSource
+from asyncflow_core.parts import PartContext
 
 HERE = Path(__file__).parent
 BASE = HERE / "base"

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from asyncflow_core.cli.main import main
+from asyncflow_core.cli.progress import Progress
+from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.results import StepResult
 
 from .conftest import BASE, distribution
 
@@ -110,7 +113,8 @@ def test_main_folder_of_runs_that_cannot_be_made_says_so(folder, write, capsys):
     path = write()
     status = main(["run", str(path), f"out={folder / 'file'}"])
     found = capsys.readouterr().err
-    assert status == 1
+    assert status == 2
+    assert "nothing was started" in found
     assert f"out: the run's folder '{folder / 'file'}/mine' cannot be made: Not a dir" in found
     assert "Traceback" not in found
 
@@ -132,3 +136,44 @@ def test_main_error_before_the_start_counts_its_faults(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "asyncflow: 2 fault(s), nothing was started:\n  one\n  two\n"
     )
+
+
+def test_plugins_narrow_terminal_cuts_nothing_and_says_the_cause_whole(asyncflow, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    listed, loaded = asyncflow("plugins"), asyncflow("plugins", "--load")
+    assert "\u2026" not in listed.stdout + loaded.stdout  # rich's ellipsis
+    assert "rollout      broken" in loaded.stdout
+    assert "rollout plugin 'broken' of af-broken 1.0 failed on import of" in loaded.stdout
+    assert "No module named 'this_module_is_not_there'" in loaded.stdout
+    assert (listed.returncode, loaded.returncode) == (0, 1)
+
+
+def test_help_is_whole_sentences(capsys):
+    assert main(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:")[2]
+    assert "..." not in commands
+    assert len(commands.strip().splitlines()) == 4
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_progress_on_a_terminal_never_wraps(columns, monkeypatch, capsys):
+    part = {"plugin": "any"}
+    config = RunConfig(
+        **dict.fromkeys(("prompts", "rollout", "trainer", "loss"), part),
+        stages={},
+        workflow={"steps": 1000, "groups_per_step": 1, "group_size": 1},
+    )
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress = Progress(config)
+    figures = {
+        "flow/step_wall_s": 3600.0,
+        "reward/mean": 0.5,
+        "staleness/mean": 1.0,
+        "flow/tokens_per_s": 1e6,
+    }
+    progress.step(StepResult(version=7, steps=1000, metrics=figures))
+    line = capsys.readouterr().out.removeprefix("\r\x1b[K")
+    assert len(line) < columns
+    assert line.startswith("step    7/1000  reward 0.500")
+    assert columns < 80 or " left" in line

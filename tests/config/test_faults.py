@@ -444,6 +444,59 @@ CASES = [
         [("  reward:", "  rollout:")],
         (None, "stage names ['rollout'] are taken by the flow's own tasks"),
     ),
+    case(
+        "stage whose name is a path",
+        [("  reward:", '  "../../reward":')],
+        (None, "stages.../../reward", "pattern"),
+    ),
+    case(
+        "stage whose name is too long for a socket",
+        [("  reward:", f"  {'r' * 41}:")],
+        (None, "at most 40 characters"),
+    ),
+    # Numbers out of range
+    case(
+        "temperature that is no number",
+        [("max_new_tokens: 1", "max_new_tokens: 1, temperature: .nan")],
+        ("temperature", "rollout.sampling.temperature: "),
+    ),
+    case(
+        "temperature that is infinite",
+        [("max_new_tokens: 1", "max_new_tokens: 1, temperature: .inf")],
+        ("temperature", "rollout.sampling.temperature: input should be a finite number, got inf"),
+    ),
+    case(
+        "option that is infinite",
+        [("lr: 1.0", "lr: .inf")],
+        ("lr: .inf", "trainer.options.lr: input should be a finite number, got inf"),
+    ),
+    case(
+        "score that is no number",
+        [("evaluation: null", "evaluation: {success: .nan}")],
+        ("success", "evaluation.success: input should be a finite number, got nan"),
+    ),
+    case(
+        "more steps than versions can count",
+        [("steps: 2", f"steps: {1 << 31}")],
+        ("steps", f"workflow.steps: input should be less than {1 << 31}"),
+    ),
+    case(
+        "device below 0",
+        [("options: {slots: 4}", "options: {slots: 4}\n  devices: [0, -1]")],
+        ("devices", "rollout.devices.1: input should be greater than or equal to 0"),
+    ),
+    case(
+        "launcher without time or threads",
+        [
+            (
+                "evaluation: null",
+                "launcher: {options: {start_timeout_s: 0, stop_timeout_s: -1, threads: 0}}",
+            )
+        ],
+        ("start_timeout_s", "launcher.options.start_timeout_s: input should be greater than 0"),
+        ("start_timeout_s", "launcher.options.stop_timeout_s: input should be greater than or"),
+        ("start_timeout_s", "launcher.options.threads: input should be greater than or equal to 1"),
+    ),
     # All at once
     case(
         "everything at once",

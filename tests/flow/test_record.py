@@ -1,15 +1,22 @@
 """What a run leaves behind."""
 
 import asyncio
+import errno
 import json
+import os
+import subprocess
+import sys
 import threading
+import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncflow_core.batch import Batch, Column, Key
 from asyncflow_core.config import RunConfig
+from asyncflow_core.errors import ConfigError, DataError, ServiceError
 from asyncflow_core.flow.record import Recorder, RunFolder
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.tokenizer import CharactersOptions, CharactersTokenizer
@@ -71,6 +78,52 @@ def test_folder_existing_file_in_its_place_is_moved_aside(config, tmp_path):
     (tmp_path / "runs" / "mine").write_text("not a folder")
     assert RunFolder(config).moved_to == tmp_path / "runs" / "mine-1"
     assert (tmp_path / "runs" / "mine-1").read_text() == "not a folder"
+
+
+def test_folder_of_a_run_that_goes_on_is_refused_until_it_ends(folder, config, tmp_path):
+    folder.append("metrics.jsonl", [{"run": 0}])
+    with pytest.raises(ConfigError, match="name: a run is going on in .*/runs/mine'"):
+        RunFolder(config)
+    assert (folder.path / "metrics.jsonl").exists()
+    folder.close()
+    next_one = RunFolder(config)
+    assert next_one.moved_to == tmp_path / "runs" / "mine-1"
+    next_one.close()
+
+
+def test_folder_of_a_run_that_was_killed_is_moved_aside(config):
+    code = (
+        "import os, sys; from asyncflow_core.flow.record import RunFolder;"
+        "from asyncflow_core.config import RunConfig;"
+        "made = RunFolder(RunConfig.model_validate_json(sys.argv[1])); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, config.model_dump_json()], check=False)
+    folder = RunFolder(config)
+    assert folder.moved_to is not None
+    folder.close()
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_folder_that_cannot_be_written_is_said_with_the_file_and_still_closes(folder, monkeypatch):
+    folder.append("samples.jsonl", [{"a": 1}])
+    file = folder._files["samples.jsonl"]
+    full = unittest.mock.Mock(wraps=file, **{"flush.side_effect": FULL, "close.side_effect": FULL})
+    monkeypatch.setitem(folder._files, "samples.jsonl", full)
+    with pytest.raises(ServiceError, match=r"mine/samples.jsonl' cannot be written: No space left"):
+        folder.append("samples.jsonl", [{"a": 2}])
+    monkeypatch.setattr(Path, "write_text", unittest.mock.Mock(side_effect=FULL))
+    with pytest.raises(ServiceError, match=r"mine/summary.json' cannot be written: No space left"):
+        folder.write_json("summary.json", {})
+    folder.close()
+    file.close()
+
+
+def test_folder_on_a_full_disk_is_refused_before_the_start(config, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", unittest.mock.Mock(side_effect=FULL))
+    with pytest.raises(ConfigError, match="cannot be made: No space left on device"):
+        RunFolder(config)
 
 
 def test_folder_appended_lines_are_there_at_once(folder):
@@ -157,6 +210,15 @@ async def test_recorder_row_seen_twice_counts_once(folder, thread):
     await recorder.observe(*rows(0, [1.0, 0.0, 0.5]))
     assert (await recorder.wait_batch(0, 3)).values == [1.0, 0.0, 0.5]
     assert len((folder.path / "samples.jsonl").read_text().splitlines()) == 3
+
+
+async def test_recorder_row_that_the_tokenizer_cannot_decode_is_named(folder, thread):
+    tokenizer = CharactersTokenizer(CharactersOptions(alphabet="abc"), PartContext())
+    infos, batch = rows(0, [1.0])
+    batch = batch.with_columns({"response_ids": Column.ragged([[99]], np.int32)})
+    recorder = Recorder(folder, tokenizer, thread)
+    with pytest.raises(DataError, match=r"row 0/0/0/0: the tokenizer cannot decode \[99\]: "):
+        await recorder.observe(infos, batch)
 
 
 async def test_recorder_slow_texts_leave_the_event_loop_free(folder, thread):

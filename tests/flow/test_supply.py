@@ -140,6 +140,34 @@ async def test_supply_slow_prompts_leave_the_event_loop_free(store):
         await eventually(lambda: waiting(store, 4))
 
 
+def broken():
+    yield PromptRecord([1], {"answer": "a"})
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "expected"),
+    [
+        (broken, ServiceError, "prompts plugin 'any' failed: OSError: the disk is gone"),
+        (lambda: 3, ServiceError, "prompts plugin 'any' failed: TypeError: "),
+        (lambda: [None] * 9, DataError, "yields a malformed PromptRecord: AttributeError"),
+        (lambda: [PromptRecord([1])] * 9, DataError, "malformed PromptRecord: KeyError"),
+        (lambda: [PromptRecord([1.5], {"answer": ""})] * 9, DataError, "1.5 is not a whole number"),
+        (lambda: [PromptRecord(["a"], {"answer": ""})] * 9, DataError, "malformed PromptRecord"),
+    ],
+)
+@pytest.mark.parametrize("source", ["train", "evaluation"])
+async def test_supply_prompts_that_break_their_contract_are_named(
+    store, source, made, error, expected
+):
+    prompts = Prompts()
+    setattr(prompts, source, lambda *_: made())
+    async with supplying(store, prompts, config()) as supply:
+        with pytest.raises(error) as found:
+            await asyncio.wait_for(supply.running if source == "train" else supply.evaluate(0), 10)
+    assert expected in str(found.value)
+
+
 async def test_supply_without_prompts_says_so(store):
     async with supplying(store, Prompts(count=0), config()) as supply:
         with pytest.raises(DataError, match="has no training prompts in epoch 0"):

@@ -397,6 +397,15 @@ async def test_step_too_stale_row_of_a_broken_store_raises(rows, begin, store):
     assert (worker.logits() == before).all()
 
 
+async def test_step_row_of_weights_that_are_not_there_yet_raises(rows, begin):
+    """An engine that stamps a later version would make its rows look fresher than they are."""
+    worker = await begin()
+    await rows.put(0, 4)
+    await rows.finish(version=77)
+    with pytest.raises(StalenessViolationError, match="a token of version 77, staleness -77"):
+        await worker.step(0)
+
+
 async def test_step_row_dropped_under_training_raises(rows, begin, store):
     worker = await begin()
     await rows.put(0, 4)

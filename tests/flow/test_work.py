@@ -1,6 +1,7 @@
 """What is done with leased rows."""
 
 import asyncio
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow_core.batch import Batch, Column, Key
-from asyncflow_core.errors import ConfigError, DataError, EngineError, ServiceError
+from asyncflow_core.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    InvariantError,
+    ServiceError,
+)
 from asyncflow_core.flow.work import (
     ROLLOUT_WRITES,
     observer_work,
@@ -144,6 +151,62 @@ async def test_rollout_work_engine_failure_after_some_rows_keeps_those(store, pu
     assert sum(len(part.rows) for part in parts) == 2
 
 
+class Wrong(Engine):
+    """An engine whose answers went through `change`, a function of all its completions."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    async def generate(self, requests):
+        right = [completion async for completion in super().generate(requests)]
+        for completion in self.change(right):
+            if isinstance(completion, Exception):
+                raise completion
+            yield completion
+
+
+def with_first(**fields):
+    return lambda found: [dataclasses.replace(found[0], **fields), *found[1:]]
+
+
+FIVE = np.arange(5, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "expected"),
+    [
+        (lambda found: found[1:], InvariantError, "left 1 of 4 requests without a completion"),
+        (lambda found: [], InvariantError, "the first is 0/0/0/0"),
+        (lambda found: [*found, found[0]], InvariantError, "completed row 0/0/0/0, which is not"),
+        (with_first(key=Key(9, 9, 9, 9)), InvariantError, "completed row 9/9/9/9, which is not"),
+        (with_first(key="a"), InvariantError, "completed row a, which is not"),
+        (lambda found: [None, *found], InvariantError, "yielded a NoneType, not a Completion"),
+        (
+            lambda found: [*found[:2], DataError("too long")],
+            InvariantError,
+            "refused a request when it had answered others: too long",
+        ),
+        (with_first(response_ids=FIVE), DataError, "row 0/0/0/0 has 5 tokens, allowed: at most"),
+        (with_first(response_ids=[0.5]), DataError, "row 0/0/0/0 is malformed: 0.5 is not a whole"),
+        (with_first(response_ids=[2**40]), DataError, f"{2**40} is not a whole number that int32"),
+        (with_first(response_ids=np.array(["a"])), DataError, "row 0/0/0/0 is malformed"),
+        (with_first(response_ids=None), DataError, "row 0/0/0/0 is malformed"),
+        (with_first(versions=None), DataError, "row 0/0/0/0 is malformed"),
+        (with_first(behaviour_logprobs=[0.5]), DataError, "row 0/0/0/0 has a log-prob of 0.5"),
+    ],
+)
+async def test_rollout_work_engine_that_breaks_its_contract_is_told_how(
+    store, put, change, error, expected
+):
+    lease, batch = await leased(store, put, ROLLOUT, 4)
+    with pytest.raises(error) as found:
+        await asyncio.wait_for(
+            parts_of(rollout_work(Wrong(change), SAMPLING, 0), lease, batch), 10
+        )
+    assert expected in str(found.value)
+
+
 async def test_rollout_work_abandoned_closes_the_engines_call(store, put):
     lease, batch = await leased(store, put, ROLLOUT, 4)
     engine = Engine()
@@ -173,7 +236,10 @@ async def test_stage_work_returns_one_part_of_all_rows(store, put, executor):
     assert len(part.rows) == 3
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("nothing"), StopIteration()])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad"), KeyError("nothing"), StopIteration(), SystemExit(3), KeyboardInterrupt()],
+)
 async def test_stage_work_stage_that_raises_is_named(store, put, executor, error):
     def stage(batch):
         raise error
@@ -216,6 +282,8 @@ async def test_observer_work_sees_rows_and_acknowledges_them(store, put):
         ({"a": [1, 2, 3]}, ("a",), "returned 3 rows in column 'a' for 2 rows"),
         ({"a": 3}, ("a",), "column 'a': 'int' object is not iterable"),
         ({"reward": ["x", "y"]}, ("reward",), "column 'reward': could not convert string"),
+        ({"loss_mask": [[0.5], [1]]}, ("loss_mask",), "0.5 is not a whole number that uint8 holds"),
+        ({"loss_mask": [[-1], [1]]}, ("loss_mask",), "-1 is not a whole number that uint8 holds"),
         ({"reward": 1.0}, ("reward",), "column 'reward': a dense column is an array with a row"),
         ({"advantages": [1.0, 2.0]}, ("advantages",), "column 'advantages': "),
         ({"advantages": None}, ("advantages",), "column 'advantages': "),

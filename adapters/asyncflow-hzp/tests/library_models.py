@@ -89,8 +89,9 @@ def make_net(case, *, parts=1):
 
 
 def loss_of(net, rank, micro, step):
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    ids = torch.randint(0, VOCAB, (2, 8), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + 10 * micro + rank)
+    ids = torch.randint(0, VOCAB, (2, 8), generator=generator, device="cpu")
+    ids = ids.to(torch.get_default_device())
     return functional.cross_entropy(net(ids).flatten(0, 1).float(), ids.roll(1, 1).flatten())
 
 

@@ -13,11 +13,10 @@ from hzp_helpers import POLICY, make_batch, make_trainer, weights_of
 from asyncflow_core.parts import PartContext
 
 
-async def main(model_dir, out, export):
+async def main(model_dir, out, options):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     context = PartContext(name="trainer", rank=rank, world_size=size)
-    sharded = export == "sharded"
-    async with make_trainer(model_dir, context=context, sharded_export=sharded) as trainer:
+    async with make_trainer(model_dir, context=context, **json.loads(options)) as trainer:
         for step in range(2):
             batch = make_batch(9, step)
             # The second micro-batch is empty: ranks must stay in step.

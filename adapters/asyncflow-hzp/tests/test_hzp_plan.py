@@ -1,5 +1,7 @@
 """The pure parts: who holds what, what is used next, what a tuple costs."""
 
+from itertools import pairwise
+
 import pytest
 from torch import nn
 
@@ -32,7 +34,7 @@ def test_shards_any_valid_tuple_nest_and_cover(world):
                 start, stop = layout.shard(inner, elements)
                 assert stretches[0][0] == start
                 assert stretches[-1][1] == stop
-                assert all(a[1] == b[0] for a, b in zip(stretches, stretches[1:], strict=False))
+                assert all(a[1] == b[0] for a, b in pairwise(stretches))
         assert sum(layout.is_first_replica for layout in layouts) == sizes.z1
 
 

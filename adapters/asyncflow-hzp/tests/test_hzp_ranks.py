@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hzp_helpers import POLICY, make_batch, make_trainer, weights_of
+from hzp_helpers import POLICY, make_batch, make_trainer, plain_logprobs, weights_of
+from transformers import AutoModelForCausalLM
 
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.parts import PartContext
@@ -24,8 +25,20 @@ def free_port():
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("export", ["rank 0", "sharded"])
-async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, export):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharded_export": True},
+        {"sharding": [2, 2, 2], "micro_batch_tokens": 24, "gradient_checkpointing": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"sharding": "zero3", "sharded_export": True}, marks=pytest.mark.slow),
+        pytest.param({"sharding": [1, 1, 2], "accumulate": "shard"}, marks=pytest.mark.slow),
+        pytest.param({"sharding": [2, 1, 2], "accumulate": "shard"}, marks=pytest.mark.slow),
+        pytest.param({"sharding": "ddp"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, options):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     path = os.pathsep.join([str(HERE), *sys.path])
     processes = [
@@ -34,7 +47,7 @@ async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, export):
             str(HERE / "rank_process.py"),
             str(model_dir),
             str(tmp_path),
-            export,
+            json.dumps(options),
             env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": path},
         )
         for rank in range(2)
@@ -43,7 +56,7 @@ async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, export):
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     names = [set(found["exported"]) for found in (first, second)]
     assert names[0]
-    assert bool(names[1]) == (export == "sharded")
+    assert bool(names[1]) == bool(options.get("sharded_export"))
     assert not names[0] & names[1]
     assert first["state"] == second["state"]
     async with make_trainer(model_dir) as alone:
@@ -53,10 +66,15 @@ async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, export):
             update = await alone.optim_step()
         logprobs = await alone.forward(make_batch(3, 9))
         await alone.load(str(tmp_path / "saved"))
+        again = await alone.forward(make_batch(3, 9))
     assert first["weight"] == update.weight
     assert first["norm"] == pytest.approx(update.grad_norm, rel=1e-4)
-    for row, expected in zip(first["logprobs"], logprobs["logprobs"], strict=True):
-        np.testing.assert_allclose(row, expected, atol=1e-3)
+    batch = make_batch(3, 9)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    for row, found in enumerate(first["logprobs"]):
+        np.testing.assert_allclose(found, logprobs["logprobs"][row], atol=1e-3)
+        np.testing.assert_allclose(found, again["logprobs"][row], atol=1e-5)
+        np.testing.assert_allclose(found, plain_logprobs(written, batch, row), atol=1e-5)
 
 
 async def test_ranks_without_a_launcher_are_refused(model_dir, monkeypatch):

@@ -1,22 +1,29 @@
 """A sharded model trains as one process does, at every tuple. `slow` covers all of them."""
 
 import pytest
-from library_models import Case, expected_run, loss_of, make_sharded, train, weights_of
+import torch
+from library_models import (
+    UNITS,
+    Case,
+    expected_run,
+    loss_of,
+    make_net,
+    make_sharded,
+    train,
+    weights_of,
+)
 from library_ranks import (
     DENSE,
     MOE,
     check_all,
     check_delays,
-    check_error,
-    check_meta,
-    check_resume,
+    check_each,
     check_resume_smaller,
     check_save,
-    check_some,
-    check_traffic,
     start,
 )
 
+import asyncflow_hzp as hzp
 from asyncflow_core.errors import ConfigError, ServiceError
 from asyncflow_hzp.layout import Sizes
 
@@ -35,9 +42,17 @@ def test_one_rank_any_case_trains_as_plain(case):
         assert worst <= (0.0 if case == Case() else 2e-3 if case.low else 2e-6), name
 
 
-def test_two_ranks_some_tuples_train_as_plain():
-    chosen = [((2, 2, 2), case) for case in (*DENSE, MOE[1])]
-    start(check_some, 2, [*chosen, ((1, 1, 2), DENSE[0]), ((1, 1, 1), DENSE[2])])
+def test_two_ranks_train_as_plain_resume_and_fail_by_name(tmp_path):
+    """In one start: what is quick of the checks in `library_ranks`."""
+    some = [((2, 2, 2), case) for case in (*DENSE, MOE[1])]
+    checks = [
+        ("check_some", ([*some, ((1, 1, 2), DENSE[0]), ((1, 1, 1), DENSE[2])],)),
+        ("check_meta", ()),
+        ("check_traffic", ((2, 2, 2), 3, 2.0)),
+        ("check_resume", (str(tmp_path / "a"), (2, 2, 2), (1, 1, 2))),
+        ("check_error", ()),
+    ]
+    start(check_each, 2, checks)
 
 
 @pytest.mark.slow
@@ -46,31 +61,15 @@ def test_all_tuples_dense_and_moe_train_as_plain(world):
     start(check_all, world, [*DENSE, *MOE])
 
 
-def test_gather_or_reduce_fails_error_names_the_unit():
-    start(check_error, 2)
-
-
 @pytest.mark.slow
 def test_random_delays_hundred_steps_end_with_equal_weights():
     start(check_delays, 4, 100)
-
-
-def test_meta_device_model_gets_values_of_the_first_rank():
-    start(check_meta, 2)
-
-
-def test_resume_other_tuple_bit_equal(tmp_path):
-    start(check_resume, 2, str(tmp_path / "a"), (2, 2, 2), (1, 1, 2))
 
 
 @pytest.mark.slow
 def test_resume_other_world_size_goes_on(tmp_path):
     start(check_save, 4, str(tmp_path / "a"), (2, 4, 4))
     start(check_resume_smaller, 2, str(tmp_path / "a"), (2, 2, 2), 4)
-
-
-def test_traffic_at_two_ranks_is_ideal():
-    start(check_traffic, 2, (2, 2, 2), 3, 2.0)
 
 
 def test_second_last_backward_of_a_step_refused():
@@ -82,6 +81,28 @@ def test_second_last_backward_of_a_step_refused():
     optimizer.zero_grad()
     train(model, optimizer, case, range(1))
     model.close()
+
+
+def test_muon_for_matrices_updates_as_torch_does():
+    net = make_net(Case())
+    plain = {name: param.detach().clone() for name, param in net.named_parameters()}
+    loss_of(net, 0, 0, 0).backward()
+    matrices = [net.layers[n].up.weight for n in range(3)]
+    torch.optim.Muon(matrices, lr=0.02).step()
+    expected = net.layers[1].up.weight.detach().clone()
+    model = hzp.shard(make_net(Case()), hzp.Config(units=UNITS))
+    optimizer = hzp.Optimizer(
+        model,
+        torch.optim.SGD,
+        groups={"matrices": {"kind": torch.optim.Muon, "whole": True, "lr": 0.02}},
+        group_of=lambda name, _: "matrices" if name.endswith("up.weight") else "default",
+        lr=0.0,
+    )
+    train(model, optimizer, Case(), range(1))
+    found = weights_of(model)
+    model.close()
+    assert torch.equal(found["layers.1.up.weight"], expected)
+    assert torch.equal(found["head.weight"], plain["head.weight"])
 
 
 def test_sizes_that_do_not_fit_refused():

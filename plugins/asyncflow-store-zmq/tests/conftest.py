@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 
 import pytest
+
+from asyncflow_core.wire import Server
 from asyncflow_store_zmq.controller import Controller
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.shard import Shard
 from asyncflow_store_zmq.spec import StoreSpec
 from asyncflow_store_zmq.store import ZmqDataStore
-
-from asyncflow_core.wire import Server
 
 TOKEN = "token of this test"
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import msgpack
-from asyncflow_store_zmq import snapshot
-from asyncflow_store_zmq.history import Replay
-from asyncflow_store_zmq.layout import pack
-from asyncflow_store_zmq.table import Table, Written
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -16,9 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from asyncflow_core.batch import BatchRef, GroupKey, Key
 from asyncflow_core.ledger import Admission
 from asyncflow_core.services.data_store import Order, TaskSpec
+from asyncflow_core.testing.data_store import GENERATE as KIT_GENERATE
 from asyncflow_core.testing.data_store import prompts, responses, rewards
+from asyncflow_store_zmq import snapshot
+from asyncflow_store_zmq.history import Replay
+from asyncflow_store_zmq.layout import pack
+from asyncflow_store_zmq.payload import Written
+from asyncflow_store_zmq.table import Table
 
-GENERATE = TaskSpec("generate", ("prompt_ids",), ("response_ids", "behaviour_logprobs"))
+GENERATE = TaskSpec("generate", ("prompt_ids",), KIT_GENERATE.writes)
 SCORE = TaskSpec("score", ("response_ids",), ("reward",))
 TRAIN = TaskSpec("train", ("response_ids", "reward"), order=Order.STEP)
 TASKS = (GENERATE, SCORE, TRAIN)
@@ -54,12 +57,15 @@ def state(table):
     """All that a client could see, by name and not by number."""
     groups = {}
     for group in table.ledger.groups():
-        writers, places = table.places_of(group)
+        writers, places = table.payload.places_of(group)
         groups[group.key] = (
             group.alive,
-            table.ledger.columns_of(group),
-            list(group.tokens),
-            {view.task.spec.name: (view.done, view.offered | view.leased) for view in group.views},
+            {name: mask & group.alive for name, mask in table.ledger.columns_of(group).items()},
+            list(group.facts),
+            {
+                view.task.spec.name: (view.done & group.alive, view.offered | view.leased)
+                for view in group.views
+            },
             [place >= 0 for place in places],
             writers,
         )
@@ -148,7 +154,7 @@ class History(RuleBasedStateMachine):
 
 
 History.TestCase.settings = settings(
-    max_examples=25,
+    max_examples=int(os.environ.get("ASYNCFLOW_EXAMPLES", "25")),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -171,7 +177,7 @@ def test_replay_without_the_memory_of_a_commit_lets_its_task_do_it_again():
     history = History()
     history.put(first=0, count=2, samples=1)
     history.lease(task=GENERATE, limit=2, version=0)
-    task, lease_id, rows = history.leases[0]
+    _task, lease_id, rows = history.leases[0]
     history.table.pool.seal(history.extent)
     put_shard, history.extent = history.extent.shard, None
     written = history.write(responses(2))
@@ -181,3 +187,20 @@ def test_replay_without_the_memory_of_a_commit_lets_its_task_do_it_again():
     table = again(history.records, frozenset({written.shard}))
     assert table.lease(0.0, "generate", "me").rows.shape[1] == 2
     assert table.lease(0.0, "score", "me") is None
+
+
+def test_lease_of_rows_with_other_writers_finds_each_where_it_lies():
+    history = History()
+    table = history.table
+    table.register(TaskSpec("log", ("answer",), partitions=("train", "eval")))
+    table.register(TaskSpec("judge", ("prompt_ids",), ("verdict",), partitions=("eval",)))
+    for sequence, partition in enumerate(("train", "eval", "train")):
+        admission = Admission(("prompt_ids", "answer"), 1, 0, partition)
+        written = history.write(prompts(1))
+        put = table.begin_put("me", written, [GroupKey(0, 0, sequence)], admission, [1], [-1])
+        table.advance_put(put)
+        table.end_put(put, 0.0)
+    found = table.lease(0.0, "log", "me")
+    assert found.sources == [["answer"]]
+    assert found.rows[1:4].T.tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 2]]
+    assert len(set(found.rows[8].tolist())) == len(found.segments) == 3

@@ -1,12 +1,12 @@
-"""The store holds the DataStore contract: by shared memory, by sockets, and in its own processes."""
+"""The store holds the DataStore contract: by shared memory, by sockets, in its own processes."""
 
 from __future__ import annotations
 
 import pytest
-from asyncflow_store_zmq.options import ZmqOptions
-from asyncflow_store_zmq.store import ZmqDataStore
 
 from asyncflow_core.testing.data_store import BYTES, ROWS, STALENESS, DataStoreTests
+from asyncflow_store_zmq.options import ZmqOptions
+from asyncflow_store_zmq.store import ZmqDataStore
 
 SMALL = {"capacity_rows": ROWS, "capacity_bytes": BYTES, "max_staleness": STALENESS}
 
@@ -21,17 +21,17 @@ class TestOverSharedMemory(DataStoreTests):
 class TestOverTcp(DataStoreTests):
     @pytest.fixture
     async def service(self, serve):
-        async with serve(tcp=True, shards=2, **SMALL) as options:
-            async with ZmqDataStore(ZmqOptions(**options)) as store:
-                yield store
+        options = serve(tcp=True, shards=2, **SMALL)
+        async with options as options, ZmqDataStore(ZmqOptions(**options)) as store:
+            yield store
 
 
 class TestDurable(DataStoreTests):
     @pytest.fixture
     async def service(self, serve):
-        async with serve(durability="journal", **SMALL) as options:
-            async with ZmqDataStore(ZmqOptions(**options)) as store:
-                yield store
+        options = serve(durability="journal", **SMALL)
+        async with options as options, ZmqDataStore(ZmqOptions(**options)) as store:
+            yield store
 
 
 @pytest.mark.slow

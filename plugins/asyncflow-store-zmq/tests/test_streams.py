@@ -6,12 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from asyncflow_store_zmq.blocking import BlockingStore
 
 from asyncflow_core.batch import GroupKey
 from asyncflow_core.errors import ConfigError, DataError, LeaseLostError, ServiceClosedError
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.data_store import prompts, rewards
+from asyncflow_store_zmq.blocking import BlockingStore
 
 LOG = TaskSpec("log", ("prompt_ids",))
 SCORE = TaskSpec("score", ("prompt_ids",), ("reward",))
@@ -61,9 +61,7 @@ async def test_reader_by_tokens_keeps_the_budget(use):
     def run(store):
         store.register(LOG)
         store.put(prompts(12), keys=keys(0, 12))  # of 1 to 12 tokens
-        reader = store.reader(
-            "log", ["prompt_ids"], requester="r", limit_tokens=10, total_rows=12
-        )
+        reader = store.reader("log", ["prompt_ids"], requester="r", limit_tokens=10, total_rows=12)
         return [[info.tokens for info in item.rows] for item in reader]
 
     tokens = await use(run)
@@ -78,8 +76,8 @@ async def test_reader_commit_of_lost_lease_is_raised(use):
         reader = store.reader("log", ["prompt_ids"], requester="r", limit_rows=1, prefetch_rows=0)
         item = next(reader)
         store.release(item.ref)
+        reader.commit(item)
         with pytest.raises(LeaseLostError):
-            reader.commit(item)
             reader.close()
 
     await use(run)

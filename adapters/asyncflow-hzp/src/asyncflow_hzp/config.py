@@ -43,6 +43,7 @@ class Config:
         micro_batches, compute_s: of a step, for the cost model.
         memory_bytes: most that parameters, gradients and optimizer state may take on a rank;
             "auto" obeys it.
+        timeout_s: longest a collective waits for another rank; None is the backend's default.
         init: gives values to a module made on the meta device; None calls `reset_parameters`.
     """
 
@@ -64,4 +65,5 @@ class Config:
     micro_batches: int = 1
     compute_s: float = 0.0
     memory_bytes: int | None = None
+    timeout_s: float | None = None
     init: Callable[[nn.Module], None] | None = None

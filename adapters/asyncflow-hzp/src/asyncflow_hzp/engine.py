@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from asyncflow_core.losses import ResolvedLoss, resolve_loss
 from asyncflow_core.parts import PartContext
 from asyncflow_core.services.trainer import (
     ForwardBackwardInfo,
-    LossOutput,
     LossSpec,
     UpdateInfo,
     loss_columns,
@@ -27,7 +25,6 @@ from asyncflow_hzp.checkpoint import new_directory, read_record, shared_director
 from asyncflow_hzp.export import aliases, buckets
 from asyncflow_hzp.forward import (
     CausalForward,
-    Packed,
     check_rows,
     pack,
     split_rows,
@@ -35,6 +32,7 @@ from asyncflow_hzp.forward import (
 )
 from asyncflow_hzp.model import choose_device, load_model, max_positions, write_model
 from asyncflow_hzp.options import HzpOptions
+from asyncflow_hzp.passes import Sums, backward_zero, loss_of, nothing, number_of
 from asyncflow_hzp.ranks import Ranks
 from asyncflow_hzp.schedule import learning_rate
 from asyncflow_hzp.sharding import Shards
@@ -76,13 +74,13 @@ class HzpEngine:
 
     def forward(self, batch: Batch) -> Batch:
         """Log-probs of the responses, row by row; sharded parameters need it on all ranks."""
-        parts, temperature = self._plan(batch, _SEQUENCE)
+        parts, temperature = self._plan(batch)
         response = batch["response_ids"] if batch.rows else Column.ragged([], np.float32)
         logprobs = np.empty(len(response.array), np.float32)
         with torch.no_grad():
             for rows, part in parts:
                 if not part.rows:
-                    self._forward(_nothing(self._device))
+                    self._forward(nothing(self._device))
                     continue
                 packed = pack(part, _of_rows(temperature, rows), self._device)
                 values = self._forward(packed)[0].cpu().numpy()
@@ -97,16 +95,12 @@ class HzpEngine:
         self, batch: Batch, spec: LossSpec, *, last: bool = False
     ) -> ForwardBackwardInfo:
         """Add a batch's gradient, in as many forwards as memory asks for."""
-        loss, names = self._loss(spec), dict[str, None]()
-        if batch.rows:
-            # Refuse before anything is added.
-            loss_columns(batch, loss.capabilities.reads)
-            names = dict.fromkeys((*_SEQUENCE, "loss_mask", *loss.capabilities.reads))
-        parts, temperature = self._plan(batch, tuple(names))
+        loss = self._loss(spec)
+        parts, temperature = self._plan(batch, loss.capabilities.reads)
         if not parts:
             return ForwardBackwardInfo(0.0, 0.0, 0, 0)
         self._pending, self._torn = True, True
-        found = _Found()
+        found = Sums()
         for number, (rows, part) in enumerate(parts):
             self._shards.prepare_gradients(last=last and number == len(parts) - 1)
             if part.rows and found.failure is None:
@@ -128,61 +122,44 @@ class HzpEngine:
         entropies = loss.capabilities.needs_entropy
         logprobs, entropy = self._forward(pack(part, temperature, self._device), entropy=entropies)
         try:
-            result = self._loss_of(part, loss, logprobs, entropy)
+            result = loss_of(part, loss, logprobs, entropy, self.updates + 1)
         except Exception as error:
             if not self._shards.meets:
                 raise
-            _backward_zero(logprobs)
+            backward_zero(logprobs)
             return error
         if getattr(result.sum, "requires_grad", False):
             result.sum.backward()
-        return _number(result.sum), _number(result.weight), result.metrics
-
-    def _loss_of(
-        self,
-        part: Batch,
-        loss: ResolvedLoss,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor | None,
-    ) -> LossOutput:
-        columns: dict[str, Any] = {
-            name: torch.from_numpy(_writable(array)).to(self._device)
-            for name, array in loss_columns(part, loss.capabilities.reads).items()
-        }
-        if entropy is not None:
-            columns["entropy"] = entropy
-        result = loss(logprobs, columns)
-        value, weight = _number(result.sum), _number(result.weight)
-        if not math.isfinite(value) or not math.isfinite(weight) or weight < 0:
-            raise EngineError(
-                f"loss {loss.name!r} gave the sum {value} and weight {weight} in update "
-                f"{self.updates + 1}; both must be finite, the weight not negative"
-            )
-        if value and not getattr(result.sum, "requires_grad", False):
-            raise EngineError(
-                f"loss {loss.name!r} gave the sum {value} without a gradient; compute it from "
-                f"the log-probs it is given"
-            )
-        return result
+        elif self._shards.meets:
+            backward_zero(logprobs)
+        return number_of(result.sum), number_of(result.weight), result.metrics
 
     def _backward_nothing(self) -> None:
         """Take part in the gathers and reductions of a pass in which this rank has no rows."""
-        logprobs, _ = self._forward(_nothing(self._device))
-        _backward_zero(logprobs)
+        logprobs, _ = self._forward(nothing(self._device))
+        backward_zero(logprobs)
 
     def _plan(
-        self, batch: Batch, names: tuple[str, ...]
+        self, batch: Batch, reads: tuple[str, ...] | None = None
     ) -> tuple[list[tuple[NDArray[np.int64], Batch]], NDArray[np.float32] | None]:
         """The rows of each forward and their columns, and all rows' temperatures.
 
-        Where parameters are sharded, equally many on all ranks, the last ones empty.
+        Where ranks meet in each forward, equally many on all of them, the last ones empty. What
+        cannot be computed is refused before anything is, on all ranks.
+
+        Args:
+            batch: all rows.
+            reads: columns the loss reads; None for a forward alone.
         """
         parts: list[tuple[NDArray[np.int64], Batch]] = []
         temperature, failure = None, None
         if batch.rows:
             try:
-                temperature = self._check(batch)
-                parts = list(self._parts(batch, names))
+                temperature, names = self._check(batch), dict.fromkeys(_SEQUENCE)
+                if reads is not None:
+                    loss_columns(batch, reads)
+                    names |= dict.fromkeys(("loss_mask", *reads))
+                parts = list(self._parts(batch, tuple(names)))
             except DataError as error:
                 failure = error
         if self._shards.meets:
@@ -269,6 +246,7 @@ class HzpEngine:
 
     def save_model(self, path: str) -> None:
         """Write a Hugging Face model directory."""
+        self._shards.settle()
         weights = None
         if self._shards.meets:
             weights = dict[str, torch.Tensor]()
@@ -311,36 +289,6 @@ class HzpEngine:
         return self._losses[key]
 
 
-class _Found:
-    """Sums over the forwards of one micro-batch."""
-
-    def __init__(self) -> None:
-        self.total, self.weight = 0.0, 0.0
-        self.metrics: dict[str, tuple[float, float]] = {}
-        self.failure: Exception | None = None
-
-    def add(self, found: tuple[float, float, dict[str, tuple[float, float]]] | Exception) -> None:
-        """Add what one forward gave; the first failure counts."""
-        if isinstance(found, Exception):
-            self.failure = found
-            return
-        self.total, self.weight = self.total + found[0], self.weight + found[1]
-        for name, (number, over) in found[2].items():
-            before = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = (before[0] + _number(number), before[1] + _number(over))
-
-
-def _backward_zero(logprobs: torch.Tensor) -> None:
-    nothing: Any = logprobs.sum() * 0.0  # torch leaves the method untyped
-    nothing.backward()
-
-
-def _nothing(device: torch.device) -> Packed:
-    """A forward of one token whose log-prob nobody asks for."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return Packed(ids=zero[None], at=zero, targets=zero, temperature=None)
-
-
 def _tokens(batch: Batch) -> int:
     return sum(len(batch[name].array) for name in _SEQUENCE)
 
@@ -349,13 +297,3 @@ def _of_rows(
     values: NDArray[np.float32] | None, rows: NDArray[np.int64]
 ) -> NDArray[np.float32] | None:
     return None if values is None else values[rows]
-
-
-def _number(value: Any) -> float:
-    """A loss may give floats or tensors, with a gradient or not."""
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
-
-
-def _writable(array: NDArray[Any]) -> NDArray[Any]:
-    """Received columns are read-only, which torch does not know."""
-    return array if array.flags.writeable else array.copy()

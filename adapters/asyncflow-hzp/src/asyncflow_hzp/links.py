@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Links:
         columns: the rank lists of every family on all ranks, for creating groups.
         node_size: neighbouring ranks on one fast link.
         device: where tensors lie; NCCL serves CUDA.
+        timeout_s: longest wait for another rank; None is the backend's default.
     """
 
     def __init__(
@@ -51,22 +53,24 @@ class Links:
         *,
         node_size: int,
         device: torch.device,
+        timeout_s: float | None,
     ) -> None:
         self.rank, size = world()
         self._node = node_size
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._room: dict[torch.dtype, torch.Tensor] = {}
         self._device = device
         self._groups: list[Any] = []
         self._exchanges: dict[str, Exchange] = {}
         for family, layout in families.items():
             group = self._new_group(tuple(range(size))) if size > 1 else None
-            exchange = Exchange(self.rank, group, self.link, self._scratch)
+            exchange = Exchange(self.rank, group, self._node_of, self._scratch)
             if size > 1 and device.type == "cuda":
                 self._add_native(exchange, layout.sizes, columns[family])
             self._exchanges[family] = exchange
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        group = distributed.new_group(list(ranks))
+        group = distributed.new_group(list(ranks), timeout=self._timeout)
         if self.rank in ranks:
             self._groups.append(group)
         return group
@@ -92,9 +96,8 @@ class Links:
         """The collectives of a family."""
         return self._exchanges[family]
 
-    def link(self, other: int) -> str:
-        """The class of the link to another rank: "intra" or "inter" node."""
-        return "intra" if other // self._node == self.rank // self._node else "inter"
+    def _node_of(self, rank: int) -> int:
+        return rank // self._node
 
     def _scratch(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
         """Room for what arrives; grows in the first step, then stays."""

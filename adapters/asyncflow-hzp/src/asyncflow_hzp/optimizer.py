@@ -17,6 +17,7 @@ __all__ = ["Optimizer"]
 
 Groups = Callable[[str, nn.Parameter], str]
 """Names the group of a parameter."""
+Kind = Callable[..., torch.optim.Optimizer]
 
 
 class Optimizer:
@@ -27,64 +28,69 @@ class Optimizer:
 
     Args:
         model: what `shard` returned.
-        kind: an optimizer's class; it sees stretches of flat tensors, or, with `whole`, parameters.
-        groups: settings by name of a group; "default" is for what `group_of` does not name.
+        kind: an optimizer's class; it sees stretches of flat tensors.
+        groups: settings by name of a group; "default" is for what `group_of` does not name. A
+            group may have a `kind` of its own, and `whole`: true to give it whole parameters, as
+            Muon's matrices must be; z1 must then be 1.
         group_of: names a parameter's group.
-        whole: give the class whole parameters (Muon needs matrices); z1 must be 1.
-        settings: of all groups.
+        settings: of all groups without a kind of their own.
     """
 
     def __init__(
         self,
         model: Sharded,
-        kind: Callable[..., torch.optim.Optimizer],
+        kind: Kind,
         *,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         group_of: Groups | None = None,
-        whole: bool = False,
         **settings: Any,
     ) -> None:
-        if whole and any(u.layout.sizes.z1 > 1 for u in model.units if u.trainable):
-            raise ConfigError(f"{kind} needs whole parameters: give sharding with z1 = 1")
         self._model = model
         self._reduction = model.reduction
         self._group_of = group_of or (lambda name, param: "default")
-        self._settings = {"default": {}, **(groups or {})}
-        self.param_groups: list[dict[str, Any]] = [
-            {"name": name, **settings, **more} for name, more in self._settings.items()
-        ]
-        self._inner: dict[Unit, torch.optim.Optimizer] = {}
-        self._pieces: dict[Unit, list[tuple[nn.Parameter, slice]]] = {}
+        self.param_groups: list[dict[str, Any]] = []
+        self._kinds: dict[str, Kind] = {}
+        self._whole: set[str] = set()
+        for name, given in {"default": {}, **(groups or {})}.items():
+            group = dict(given)
+            own: Kind | None = group.pop("kind", None)
+            self._kinds[name] = own or kind
+            if group.pop("whole", False):
+                self._whole.add(name)
+            self.param_groups.append({"name": name, **({} if own else settings), **group})
+        if self._whole and any(u.layout.sizes.z1 > 1 for u in model.units if u.trainable):
+            raise ConfigError(
+                f"groups {sorted(self._whole)} need whole parameters: give sharding with z1 = 1"
+            )
+        self._inner: dict[Unit, dict[str, torch.optim.Optimizer]] = {}
+        self._pieces: dict[Unit, list[tuple[nn.Parameter, slice, str]]] = {}
         self._known = False
         self._norm = torch.zeros((), dtype=torch.float32, device=model.device)
         self._part = torch.zeros((), dtype=torch.float32, device=model.device)
         for unit in model.units:
             if unit.trainable:
-                self._build(unit, kind, whole)
-        first = next(iter(self._inner.values()))
-        for mine, made in zip(self.param_groups, first.param_groups, strict=False):
-            for key, value in made.items():
-                if key not in ("params", "name"):
-                    mine.setdefault(key, value)
+                self._build(unit)
 
-    def _build(self, unit: Unit, kind: Callable[..., torch.optim.Optimizer], whole: bool) -> None:
-        by_group: dict[str, list[nn.Parameter]] = {name: [] for name in self._settings}
+    def _build(self, unit: Unit) -> None:
+        """Make the torch optimizers of a unit's shard, one a group that has a part in it."""
         pieces = []
-        for group, part, shape in self._stretches(unit, whole):
-            piece = nn.Parameter(unit.master[part].view(shape) if shape else unit.master[part])
-            by_group[group].append(piece)
-            pieces.append((piece, part))
-        # Every unit has all groups, so that settings are copied by position.
-        self._pieces[unit] = pieces
-        self._inner[unit] = kind(
-            [
-                {**self.param_groups[n], "params": params}
-                for n, params in enumerate(by_group.values())
-            ],
-        )
+        for group, part, shape in self._stretches(unit):
+            values = unit.master[part]
+            pieces.append((nn.Parameter(values.view(shape) if shape else values), part, group))
+        self._pieces[unit], self._inner[unit] = pieces, {}
+        for settings in self.param_groups:
+            name = settings["name"]
+            params = [piece for piece, _, group in pieces if group == name]
+            if not params:
+                continue
+            inner = self._kinds[name]([{**settings, "params": params}])
+            self._inner[unit][name] = inner
+            for key, value in inner.param_groups[0].items():
+                if key != "params":
+                    settings.setdefault(key, value)
 
-    def _stretches(self, unit: Unit, whole: bool) -> Iterator[tuple[str, slice, torch.Size | None]]:
-        """Neighbouring parameters of one group, cut to this rank's shard."""
+    def _stretches(self, unit: Unit) -> Iterator[tuple[str, slice, torch.Size | None]]:
+        """Neighbouring parameters of one group, cut to this rank's shard; or each one whole."""
         low, high = unit.shard
         open_group, start, stop = "", 0, 0
         for entry in unit.entries:
@@ -92,7 +98,7 @@ class Optimizer:
             if begin >= end:
                 continue
             group = self._group_of(entry.name, entry.param)
-            if whole:
+            if group in self._whole:
                 yield group, slice(begin - low, end - low), entry.param.shape
             elif group == open_group:
                 stop = end
@@ -138,13 +144,14 @@ class Optimizer:
         residency.drop_all()
         for unit in self._units():
             grad = self._reduction.wait(unit)
-            inner = self._inner[unit]
-            for group, settings in zip(inner.param_groups, self.param_groups, strict=True):
-                group.update({k: v for k, v in settings.items() if k != "params"})
-            for piece, part in self._pieces[unit]:
+            unit.settle()
+            for piece, part, _ in self._pieces[unit]:
                 piece.grad = grad[part].view(piece.shape)
-            if self._pieces[unit]:
-                inner.step()
+            for settings in self.param_groups:
+                inner = self._inner[unit].get(settings["name"])
+                if inner is not None:
+                    inner.param_groups[0].update(settings)
+                    inner.step()
             residency.publish(unit)
         self.zero_grad()
 
@@ -153,7 +160,7 @@ class Optimizer:
         forward = self._model.residency.trace.order[0]
         place = {number: at for at, number in reversed(list(enumerate(forward)))}
         known = sorted(self._inner, key=lambda unit: place.get(unit.number, unit.number))
-        return known if self._known else self._reduction.order or known[::-1]
+        return known if self._known else self._reduction.order
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -167,7 +174,7 @@ class Optimizer:
         """
         for unit, pieces in self._pieces.items():
             low = unit.shard[0]
-            for piece, part in pieces:
+            for piece, part, _ in pieces:
                 start, stop = part.start + low, part.stop + low
                 entries = []
                 for entry in unit.entries:
@@ -181,14 +188,17 @@ class Optimizer:
         """Set the state of every stretch, in the order of `layout`."""
         remaining = iter(states)
         for unit, pieces in self._pieces.items():
-            inner = self._inner[unit]
-            inner.state.clear()
-            for piece, _ in pieces:
+            for inner in self._inner[unit].values():
+                inner.state.clear()
+            for piece, _, group in pieces:
                 state = next(remaining)
                 if state:
-                    inner.state[piece] = dict(state)
+                    self._inner[unit][group].state[piece] = dict(state)
 
     def state_of(self, unit: Unit, piece: nn.Parameter) -> Mapping[str, Any]:
         """The torch optimizer's state of a stretch."""
-        state: Mapping[str, Any] = self._inner[unit].state.get(piece, {})
-        return state
+        for inner in self._inner[unit].values():
+            if piece in inner.state:
+                state: Mapping[str, Any] = inner.state[piece]
+                return state
+        return {}

@@ -2,8 +2,10 @@
 
 A unit's gradients are copied into a buffer of a ring as autograd delivers them; when the last one
 is there, the reduce lane takes the buffer: reduce-scatter over z2 ranks, then over z1/z2, then
-all-reduce over the replicas. Units are submitted in the order in which they were complete in the
-first backward, on every rank alike; what stays incomplete follows when the backward ends.
+all-reduce over the replicas. Units are submitted in one order on every rank: in the first step the
+reverse of the model's, then that in which they were complete on the first rank. A unit that is
+early waits; what stays incomplete follows when the backward ends. A rank without a backward submits
+the same when the step is made.
 
 A backward that is not a step's last adds into an accumulator: of the whole unit, without traffic
 ("full"), or of its z2-shard, reduced at once ("shard").
@@ -54,6 +56,7 @@ class Reduction:
         buffers: how many units' gradients may be on their way.
         accumulate: see the module.
         scale: multiplies the sum.
+        agree: given an order and whether it was traced, returns the first rank's, if traced.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Reduction:
         buffers: int,
         accumulate: Literal["full", "shard"],
         scale: float,
+        agree: Callable[[list[int], bool], list[int] | None],
     ) -> None:
         self.last = True
         self._units = units
@@ -74,8 +78,11 @@ class Reduction:
         self._dtype = dtype
         self._full = accumulate == "full"
         self._scale = scale
+        self._agree = agree
         self._progress = {unit: _Progress() for unit in units}
-        self._order: list[Unit] = []
+        self._order: list[Unit] = list(reversed(units))
+        self._traced: list[Unit] = []
+        self._agreed = False
         self._issued: dict[Unit, None] = {}
         self._in_backward = False
         self._largest = max((unit.elements for unit in units), default=0)
@@ -91,7 +98,7 @@ class Reduction:
 
     @property
     def order(self) -> list[Unit]:
-        """Units in the order of their reductions; empty before the first."""
+        """Units in the order of their reductions."""
         return self._order
 
     def allocate(self) -> None:
@@ -122,6 +129,8 @@ class Reduction:
             view.copy_(grad)
         progress.arrived.add(entry)
         if len(progress.arrived) == len(unit.entries):
+            if not self._agreed and unit not in self._traced:
+                self._traced.append(unit)
             self._submit_ready()
 
     def _begin(self) -> None:
@@ -169,12 +178,7 @@ class Reduction:
         return buffer
 
     def _submit_ready(self) -> None:
-        """Submit complete units as far as the order of the first backward allows."""
-        if not self._order:
-            for unit in self._units:
-                if self._is_complete(unit):
-                    self._submit(unit)
-            return
+        """Submit complete units as far as the order allows."""
         while len(self._issued) < len(self._order):
             unit = self._order[len(self._issued)]
             if not self._is_complete(unit):
@@ -268,13 +272,10 @@ class Reduction:
         self.on_end()
 
     def _submit_rest(self) -> None:
-        """Submit what the backward left incomplete, in the order of the first one."""
-        known = list(self._order)
-        for unit in [*known, *(u for u in self._units if u not in known)]:
+        """Submit what the backward left incomplete."""
+        for unit in self._order:
             if unit not in self._issued:
                 self._submit(unit)
-        if not self._order:
-            self._order = list(self._issued)
         self._issued = {}
 
     def finish(self) -> None:
@@ -282,12 +283,22 @@ class Reduction:
         self.allocate()
         if self._units and any(self._progress[unit].job is None for unit in self._units):
             last, self.last = self.last, True
-            order = self._order or self._units
-            for unit in order:
+            for unit in self._order:
                 if self._progress[unit].job is None:
                     self._submit(unit)
             self._issued = {}
             self.last = last
+        if not self._agreed:
+            self._agree_on_order()
+
+    def _agree_on_order(self) -> None:
+        """Take the order in which units were complete on the first rank, once it has one."""
+        rest = [unit for unit in self._order if unit not in self._traced]
+        places = {unit: at for at, unit in enumerate(self._units)}
+        found = self._agree([places[unit] for unit in (*self._traced, *rest)], bool(self._traced))
+        if found is not None:
+            self._order = [self._units[at] for at in found]
+            self._agreed, self._traced = True, []
 
     def wait(self, unit: Unit) -> torch.Tensor:
         """The unit's reduced gradient, as soon as it is there."""

@@ -46,6 +46,7 @@ class Residency:
         ahead: bool,
     ) -> None:
         self.trace = Trace()
+        self.changes: Callable[[], bool] = lambda: False  # whether an update follows the backward
         self.recomputes = False  # whether a forward runs that the backward will repeat
         self._units = units
         self._lane = lane
@@ -107,10 +108,8 @@ class Residency:
             self.prefetch()
 
     def _need(self, unit: Unit, caller: object, *, backward: bool, grad: bool) -> None:
-        if unit.publishing is not None and unit.whole:
-            unit.publishing.wait()
-            unit.publishing = None
         if unit.whole:
+            unit.settle()
             return
         self.trace.use(unit.number, backward=backward, caller=caller, grad=grad)
         if unit.slot is None:
@@ -132,7 +131,7 @@ class Residency:
     def _distances(self) -> dict[int, int]:
         """Units to come, with the distance of their next use, the nearest first."""
         distances: dict[int, int] = {}
-        for distance, number in enumerate(self.trace.upcoming()):
+        for distance, number in enumerate(self.trace.upcoming(again=not self.changes())):
             distances.setdefault(number, distance)
         return distances
 
@@ -174,6 +173,7 @@ class Residency:
         """Parameters are about to change: nothing gathered is valid any more."""
         for slot in self.slots:
             if slot.unit is not None and slot.unit.trainable:
+                slot.unit.settle()  # a gather still reads the shards that are to be updated
                 slot.unit.unbind()
         for unit in self._units:
             unit.stale = unit.trainable and not unit.whole

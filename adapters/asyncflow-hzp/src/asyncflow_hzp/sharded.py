@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from asyncflow_core.errors import ConfigError
 from asyncflow_hzp.config import Config
@@ -78,8 +78,10 @@ class Sharded:
             buffers=max(config.grad_buffers, 1),
             accumulate=config.accumulate,
             scale=1 / self.world_size if config.average else 1.0,
+            agree=self._agree,
         )
         self.reduction.on_end = self._end_backward
+        self.residency.changes = lambda: self.reduction.last
         self._undo = self._wrap(cuts)
         self._closed = False
 
@@ -135,7 +137,13 @@ class Sharded:
         return unit
 
     def _links(self, columns: dict[str, list[tuple[int, ...]]]) -> Links:
-        return Links(self._layouts, columns, node_size=self.node_size, device=self.device)
+        return Links(
+            self._layouts,
+            columns,
+            node_size=self.node_size,
+            device=self.device,
+            timeout_s=self.config.timeout_s,
+        )
 
     def _exchange_of(self, links: Links) -> Callable[[Unit], Exchange]:
         return lambda unit: links.exchange(unit.family)
@@ -180,14 +188,26 @@ class Sharded:
         finally:
             self.reduction.last = before
 
+    def _agree(self, order: list[int], traced: bool) -> list[int] | None:
+        """The first rank's order, if it has traced one."""
+        if self.world_size > 1:
+            found = torch.tensor([int(traced), *order], device=self.device)
+            distributed.broadcast(found, 0)
+            traced, order = bool(found[0]), found[1:].tolist()
+        return order if traced else None
+
     def _end_backward(self) -> None:
         self.residency.end_backward(again=not self.reduction.last)
+
+    def settle(self) -> None:
+        """Wait until updates have reached all ranks; whole parameters can then be read anywhere."""
+        for unit in self.units:
+            unit.settle()
 
     def gathered(self, unit: Unit) -> torch.Tensor:
         """A unit's parameters [n], valid until another is asked for. All ranks call it."""
         if unit.whole:
-            if unit.publishing is not None:
-                unit.publishing.wait()
+            unit.settle()
             return unit.held
         return self.residency.look(unit)
 

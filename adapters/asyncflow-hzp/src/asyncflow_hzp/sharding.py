@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from asyncflow_core.errors import ConfigError
 from asyncflow_hzp.config import Config
 from asyncflow_hzp.optimizer import Optimizer
 from asyncflow_hzp.sharded import shard
@@ -39,8 +40,15 @@ class Shards:
                 accumulate=options.accumulate,
                 average=False,
                 memory_bytes=options.memory_bytes,
+                timeout_s=options.collective_timeout_s,
             ),
         )
+        if options.compile and not self._model.replicated:
+            self._model.close()
+            raise ConfigError(
+                f"compile does not go with sharded parameters {self._model.sizes}; set compile to "
+                f"false, or sharding to zero2"
+            )
         self._optimizer = Optimizer(
             self._model,
             torch.optim.AdamW,
@@ -55,8 +63,10 @@ class Shards:
 
     @property
     def meets(self) -> bool:
-        """Whether every forward needs all ranks."""
-        return not self._model.replicated
+        """Whether every forward and backward needs all ranks."""
+        model = self._model
+        each = model.config.accumulate == "shard" and model.sizes.z2 > 1
+        return each or not model.replicated
 
     def prepare_gradients(self, *, last: bool) -> None:
         """Be ready for a backward; `last` says that it is the update's last one on this rank."""
@@ -96,6 +106,10 @@ class Shards:
     def load(self, directory: Path, record: Mapping[str, Any]) -> None:
         """Take over what `save` wrote; `DataError` if it does not fit, and nothing changed."""
         load_state(directory, self._model, self._optimizer, record)
+
+    def settle(self) -> None:
+        """Wait until the last update has reached the model here."""
+        self._model.settle()
 
     def traffic(self) -> Mapping[str, int]:
         """Bytes sent since the start, by lane and class of link."""

@@ -71,13 +71,22 @@ class Trace:
         self._recording = []
         self._at = 0
 
-    def upcoming(self) -> Iterator[int]:
-        """Units in the order they will be used, to the end of the next pass's forward."""
+    def upcoming(self, *, again: bool = True) -> Iterator[int]:
+        """Units in the order they will be used.
+
+        Args:
+            again: go on, after a backward, to the next forward; not if parameters change between.
+        """
         forward, backward = self._orders
         if self._backward:
             yield from backward[self._at :]
-        elif self._recording or self._at:
+        elif self._recording:
             yield from forward[self._at :]
             if self._with_backward:
                 yield from backward
-        yield from forward
+            else:
+                again = True
+        else:
+            again = True
+        if again:
+            yield from forward

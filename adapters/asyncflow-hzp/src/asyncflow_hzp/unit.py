@@ -143,6 +143,14 @@ class Unit:
         self._point(views)
         self.bound = True
 
+    def settle(self) -> None:
+        """Wait until no lane reads or writes this rank's shards."""
+        if self.publishing is not None:
+            self.publishing.wait()
+            self.publishing = None
+        if self.gathering is not None:
+            self.gathering.wait()
+
     def unbind(self) -> None:
         """Give the slot back."""
         if self.slot is not None:

@@ -104,7 +104,9 @@ class BlockingStore:
     @property
     def _opened(self) -> Session:
         if self._session is None:
-            raise ServiceClosedError("the data store is not open; use it between open() and close()")
+            raise ServiceClosedError(
+                "the data store is not open; use it between open() and close()"
+            )
         return self._session
 
     def register(self, task: TaskSpec) -> str:
@@ -178,6 +180,15 @@ class BlockingStore:
         """See `DataStore.drop`."""
         count: int = self._run(self._opened.drop(keys, reason))
         return count
+
+    def notify_weights(self, version: int, note: Any = None) -> None:
+        """Announce that weights of a version are there; `note` says where, in plain values."""
+        self._run(self._opened.notify(version, note))
+
+    def wait_weights(self, *, after: int, wait_s: float = 60.0) -> tuple[int, Any] | None:
+        """The newest announced version above `after`, and its note; None after `wait_s`."""
+        found: tuple[int, Any] | None = self._run(self._opened.weights(after, wait_s))
+        return found
 
     def checkpoint(self, version: int) -> None:
         """See `SupportsDurability.checkpoint`."""

@@ -10,8 +10,8 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,11 @@ from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.wire import Client, Method, Peer, Server
 from asyncflow_store_zmq.arena import Arena
 from asyncflow_store_zmq.durable import Durable, first_lease
+from asyncflow_store_zmq.payload import Written
 from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.shard import message
 from asyncflow_store_zmq.spec import StoreSpec
-from asyncflow_store_zmq.table import Incoming, Table, Written
+from asyncflow_store_zmq.table import Incoming, Table
 
 __all__ = ["Controller"]
 
@@ -38,13 +39,16 @@ _log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _METHODS = (
     "hello", "register", "end", "put", "lend", "lease", "find", "commit", "turn", "renew",
-    "release", "drop", "stats", "layout", "memory", "checkpoint", "restore",
+    "release", "drop", "stats", "layout", "memory", "checkpoint", "restore", "hurry",
+    "notify", "weights",
 )  # fmt: skip
 
 
 class Controller:
-    """Answers `store.*`. Owns the table; between two awaits it is whole, so there are no locks but
-    the queue of producers that wait for room.
+    """Answers `store.*`.
+
+    Owns the table; between two awaits it is whole, so there are no locks but the queue of producers
+    that wait for room.
     """
 
     def __init__(self, spec: StoreSpec, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,9 +66,11 @@ class Controller:
             first_lease=first_lease(spec),
         )
         self._ready: dict[str, Pulse] = defaultdict(Pulse)
-        self._room, self._drops = Pulse(), Pulse()
+        self._room, self._drops, self._announced = Pulse(), Pulse(), Pulse()
+        self._weights: list[Any] = [-1, None]  # the newest version that was announced
         self._turn = asyncio.Lock()  # producers wait in line; the first one waits for room
         self._waiting_puts = 0
+        self._hurries: Counter[tuple[Peer, str, str]] = Counter()
         self._registrations: dict[str, tuple[TaskSpec, Peer]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -136,9 +142,7 @@ class Controller:
     def register(self, m: list[Any], peer: Peer) -> str:
         """[name, reads, writes, whole_groups, partitions, order] -> handle."""
         name, reads, writes, whole, partitions, order = m
-        spec = TaskSpec(
-            name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order)
-        )
+        spec = TaskSpec(name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order))
         for handle, (task, owner) in self._registrations.items():
             if owner.name in ("", peer.name) and not owner.alive and task == spec:
                 self._registrations[handle] = spec, peer
@@ -157,11 +161,11 @@ class Controller:
     def put(self, m: list[Any], peer: Peer) -> Any:
         """[written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory]."""
         written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory = m
-        names = tuple(self._table.layout_of(written[5]).positions)
+        names = tuple(self._table.payload.layout_of(written[5]).positions)
         put = self._table.begin_put(
             peer,
             Written(*written),
-            [GroupKey(*key) for key in keys.tolist()],
+            list(map(GroupKey._make, keys.tolist())),
             Admission(names, samples, batch, partition, row_bytes),
             tokens.tolist(),
             oldest.tolist(),
@@ -211,7 +215,7 @@ class Controller:
         found = self._try_lease(m)
         if found is not None or m[7] <= 0:
             return found
-        return self._wait_lease(m)
+        return self._wait_lease(m, peer)
 
     def _try_lease(self, m: list[Any]) -> list[Any] | None:
         task, requester, version, limit_rows, limit_tokens, policy, lease_s, _ = m
@@ -228,13 +232,23 @@ class Controller:
         )
         return None if handout is None else [*handout, now + lease_s]
 
-    async def _wait_lease(self, m: list[Any]) -> list[Any] | None:
+    def _wait_lease(self, m: list[Any], peer: Peer) -> Coroutine[Any, Any, list[Any] | None]:
+        # Counted here and not in the coroutine, which begins later: a hurry may come before.
+        return self._waited_lease(m, peer, self._hurries[peer, m[0], m[1]])
+
+    async def _waited_lease(self, m: list[Any], peer: Peer, hurries: int) -> list[Any] | None:
         deadline = asyncio.get_running_loop().time() + m[7]
-        while True:
+        while self._hurries[peer, m[0], m[1]] == hurries:
             found = self._try_lease(m)  # also at first: rows may have come before this task ran
             self._follow()
             if found is not None or not await self._ready[m[0]].wait(deadline):
                 return found
+        return None
+
+    def hurry(self, m: list[Any], peer: Peer) -> None:
+        """[task, requester]: its hand-outs that wait end, with nothing."""
+        self._hurries[peer, m[0], m[1]] += 1
+        self._ready[m[0]].fire()
 
     def find(self, m: list[Any], peer: Peer) -> list[Any]:
         """[lease, fence, rows, columns, extra]: where rows lie."""
@@ -276,8 +290,10 @@ class Controller:
         if found is not None or lease[7] <= 0:
             return [answers, found]
 
+        waiting = self._wait_lease(lease, peer)
+
         async def wait() -> list[Any]:
-            return [answers, await self._wait_lease(lease)]
+            return [answers, await waiting]
 
         return wait()
 
@@ -300,7 +316,7 @@ class Controller:
             return self._wait_stats(drops_after, wait_s)
         return self._stats(drops_after)
 
-    async def _wait_stats(self, drops_after: int, wait_s: float) -> dict[str, Any]:
+    async def _wait_stats(self, drops_after: int, wait_s: float) -> Any:
         deadline = asyncio.get_running_loop().time() + wait_s
         while self._table.ledger.last_serial <= drops_after:
             if not await self._drops.wait(deadline):
@@ -325,9 +341,25 @@ class Controller:
         """[version]."""
         return self._table.restore(self._clock(), m[0])
 
+    def notify(self, m: list[Any], peer: Peer) -> None:
+        """[version, note]: new weights are there; the note is for who waits."""
+        self._weights = [int(m[0]), m[1]]
+        self._announced.fire()
+
+    def weights(self, m: list[Any], peer: Peer) -> Any:
+        """[after, wait_s] -> [version, note] of weights newer than `after`, or None."""
+        return self._weights if self._weights[0] > m[0] else self._wait_weights(*m)
+
+    async def _wait_weights(self, after: int, wait_s: float) -> list[Any] | None:
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while self._weights[0] <= after:
+            if not await self._announced.wait(deadline):
+                return None
+        return self._weights
+
     def layout(self, m: list[Any], peer: Peer) -> bytes:
         """[number]."""
-        return self._table.layout(m[0])
+        return self._table.payload.layout(m[0])
 
     def memory(self, m: list[Any], peer: Peer) -> int:
         """[]: bytes the arenas take."""
@@ -386,6 +418,7 @@ class Controller:
             for holder in self._table.pool.holders():
                 if isinstance(holder, Peer) and not holder.alive:
                     self._table.pool.seal_all(holder)
+            for who in [who for who in self._hurries if not who[0].alive]:
+                del self._hurries[who]
             self._table.pool.sweep(self._clock())
             self._follow()
-

@@ -73,7 +73,9 @@ class Durable:
             if record[0] == "shards":
                 known.update(enumerate(record[1]))
         here = [arena.identity for arena in self._arenas]
-        lost = {number for number, identity in known.items() if here[number : number + 1] != [identity]}
+        lost = {
+            number for number, identity in known.items() if here[number : number + 1] != [identity]
+        }
         for number in sorted(lost):
             _log.warning("the memory of shard %d is gone; its rows are dropped", number)
         Replay(self._table, frozenset(lost)).run(records)

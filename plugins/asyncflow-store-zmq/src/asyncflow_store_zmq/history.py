@@ -117,7 +117,7 @@ class Replay:
             if handler is not None:
                 handler(*fields)
         for segment in self._segments.values():
-            self.table.unref(segment, 0.0)
+            self.table.payload.unref(segment, 0.0)
         self.table.drop(0.0, self._gone, LOST)
         self.table.pool.end_replay()
 
@@ -145,7 +145,7 @@ class Replay:
         if segment is None:
             self._gone += [Key(*key, s) for key in groups for s in range(admitted.samples)]
         else:
-            self.table.unref(segment, 0.0)
+            self.table.payload.unref(segment, 0.0)
 
     def _commit(
         self, name: str, keys: bytes, place: list[Any] | None, tokens: bytes, oldest: bytes,
@@ -171,7 +171,7 @@ class Replay:
             version,
         )
         if segment is not None:
-            self.table.unref(segment, 0.0)
+            self.table.payload.unref(segment, 0.0)
 
     def _drop(self, keys: list[list[int]], reason: str) -> None:
         self.table.drop(0.0, [Key(*key) for key in keys], reason)
@@ -197,7 +197,7 @@ class Replay:
         snapshot.group_again(self.table, self._segments, list(fields))
 
     def _segment_at(self, place: list[Any]) -> Any:
-        return None if place[0] in self._lost else self.table.take_again(place)
+        return None if place[0] in self._lost else self.table.payload.take_again(place)
 
 
 def _ignore(_record: list[Any]) -> None:

@@ -8,6 +8,7 @@ msgpack value a row. A *layout* says what the columns are; many segments share o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,6 +78,9 @@ class Layout:
             )
         except (ValueError, TypeError) as error:
             raise DataError(f"a layout of {len(data)} bytes cannot be read: {error}") from error
+        for column in columns:
+            if column.kind not in ("dense", "ragged", "object") or np.dtype(column.dtype).hasobject:
+                raise DataError(f"a layout has a column {column.name!r} of the form {column}")
         return cls(columns)
 
 
@@ -175,9 +179,7 @@ def take(pieces: Sequence[Piece], names: Sequence[str]) -> dict[str, Column]:
     return {name: finish(*join(pieces, name)) for name in names}
 
 
-def join(
-    pieces: Sequence[Piece], name: str
-) -> tuple[str, NDArray[Any], NDArray[np.int64] | None]:
+def join(pieces: Sequence[Piece], name: str) -> tuple[str, NDArray[Any], NDArray[np.int64] | None]:
     """Kind, values and offsets of a column, copied; what an object is stays unknown."""
     found: list[NDArray[Any]] = []
     parts: list[NDArray[np.int64]] = []
@@ -210,12 +212,12 @@ def finish(kind: str, values: NDArray[Any], offsets: NDArray[np.int64] | None) -
     if kind != "object":
         return Column(values, offsets)
     assert offsets is not None
-    view = memoryview(values)
+    view = values.data
     ends = offsets.tolist()
     return Column(
         [
             msgpack.unpackb(view[start:end], strict_map_key=False)
-            for start, end in zip(ends, ends[1:], strict=False)
+            for start, end in itertools.pairwise(ends)
         ]
     )
 

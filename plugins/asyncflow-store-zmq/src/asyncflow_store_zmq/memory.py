@@ -23,9 +23,17 @@ from asyncflow_store_zmq.layout import Layout, Packed, Piece, finish, take
 from asyncflow_store_zmq.places import MAX_ENTRIES, entry_of
 
 __all__ = [
-    "Call", "FrameMemory", "Lent", "Memory", "SharedMemory", "Space", "Steps", "Wanted", "lost_rows",
+    "Call",
+    "FrameMemory",
+    "Lent",
+    "Memory",
+    "SharedMemory",
+    "Space",
+    "Steps",
+    "Wanted",
+    "lost_rows",
     "pieces_of",
-]  # fmt: skip
+]
 
 
 class Call(NamedTuple):

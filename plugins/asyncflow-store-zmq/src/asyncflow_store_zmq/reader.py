@@ -45,8 +45,9 @@ class _Asked(NamedTuple):
 
 
 class Reader:
-    """Yields `MicroBatch`es until `total_rows` were handed out, exactly; without it, until closed
-    or until nothing was ready for `wait_s`.
+    """Yields `MicroBatch`es until `total_rows` were handed out, exactly.
+
+    Without a total, until it is closed or nothing was ready for `wait_s`.
 
     `commit` says that a micro-batch is done. The store learns it with the next message; what it
     refuses then (a lost lease) is raised by a later step, at the latest by `close`.
@@ -104,7 +105,7 @@ class Reader:
         self._limit_rows, self._limit_tokens = limit_rows, limit_tokens
         rows = None if limit_rows is None else max(limit_rows, prefetch_rows)
         tokens = limit_tokens if limit_rows is None else None
-        self._how = [task, requester, version, rows, tokens, policy, lease_s, wait_s]
+        self._how: list[Any] = [task, requester, version, rows, tokens, policy, lease_s, wait_s]
         self._left = math.inf if total_rows is None else total_rows
         # With a limit in tokens only, what a hand-out takes is known when it is there.
         exact = total_rows is None or rows is not None
@@ -160,6 +161,8 @@ class Reader:
         """Flush, and give back what was handed out ahead."""
         self._left = 0
         try:
+            if any(asked.lease is not None for asked in self._asked):
+                self._run(self._session.hurry(self._how[0], self._how[1]))
             self.flush()
         finally:
             while self._ready:

@@ -44,9 +44,7 @@ class Retained:
         """The model was saved; groups that nobody needs any more."""
         self.version = max(self.version, version)
         covered = [
-            number
-            for number in self.groups
-            if max(self.versions[number].values()) <= self.version
+            number for number in self.groups if max(self.versions[number].values()) <= self.version
         ]
         for number in covered:
             del self.versions[number]

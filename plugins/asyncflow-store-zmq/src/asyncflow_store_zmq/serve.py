@@ -34,7 +34,7 @@ def main() -> int:
     role, *rest = sys.argv[1:]
     try:
         asyncio.run(_controller(spec) if role == "controller" else _shard(spec, int(rest[0])))
-    except Exception:
+    except Exception:  # noqa: BLE001 - logged in full; whoever started it sees its end
         _log.exception("the %s of a store failed", role)
         return 1
     return 0

@@ -6,6 +6,7 @@ method's. `store.py` drives it on an event loop, `blocking.py` without one.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from asyncflow_store_zmq.memory import (
     Steps,
     Wanted,
 )
-from asyncflow_store_zmq.table import FACTS
+from asyncflow_store_zmq.payload import FACTS
 
 __all__ = ["Session"]
 
@@ -144,7 +145,8 @@ class Session:
     ) -> Steps:
         """-> PutResult; see `DataStore.put`."""
         validate(groups, _Names(keys))
-        rows = np.array(keys, np.int64).reshape(len(keys), 3)
+        flat = itertools.chain.from_iterable(keys)
+        rows = np.fromiter(flat, np.int64, 3 * len(keys)).reshape(len(keys), 3)
         tokens, oldest = _facts(groups)
         written, lent = yield from self._write(groups)
         report = self._space.report()
@@ -233,9 +235,7 @@ class Session:
             if fields[6] not in self._layouts:
                 data = yield Call("store.layout", [fields[6]])
                 self._layouts[fields[6]] = Layout.load(data)
-        places = [
-            (names, matrix[FACTS + number]) for number, names in enumerate(sources)
-        ]
+        places = [(names, matrix[FACTS + number]) for number, names in enumerate(sources)]
         return Wanted(matrix.shape[1], places, segments)
 
     def read(self, ref: BatchRef, columns: Sequence[str]) -> Steps:
@@ -347,9 +347,20 @@ class Session:
 
     def drop(self, keys: Sequence[Key], reason: str) -> Steps:
         """-> rows dropped."""
-        return (
-            yield Call("store.drop", [np.array(keys, np.int64).reshape(len(keys), 4), reason])
-        )
+        return (yield Call("store.drop", [np.array(keys, np.int64).reshape(len(keys), 4), reason]))
+
+    def hurry(self, task: str, requester: str) -> Steps:
+        """Hand-outs of this client that wait end at once."""
+        yield Call("store.hurry", [task, requester])
+
+    def notify(self, version: int, note: Any) -> Steps:
+        """Announce weights."""
+        yield Call("store.notify", [version, note])
+
+    def weights(self, after: int, wait_s: float) -> Steps:
+        """-> (version, note) of newer weights, or None."""
+        found = yield Call("store.weights", [after, wait_s], wait_s)
+        return None if found is None else tuple(found)
 
     def checkpoint(self, version: int) -> Steps:
         """See `SupportsDurability`."""

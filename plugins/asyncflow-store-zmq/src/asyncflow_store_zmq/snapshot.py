@@ -1,9 +1,9 @@
 """A table as records: what a shorter journal begins with. Pure; see `history.py`.
 
-    known [source, epoch, watermark, above], ...
-    drops rows_by_reason groups
-    segment number place
-    group key admission alive completed tokens oldest has done writers places trained
+known [source, epoch, watermark, above], ...
+drops rows_by_reason groups
+segment number place
+group key admission alive completed facts has done writers places trained
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def records(table: Table) -> Iterator[list[Any]]:
     for spec in table.tasks():
         yield history.task_record(spec)
     yield ["checkpoint", table.retained.version]
-    for segment in table.segments():
-        yield ["segment", segment.number, table.describe(segment)]
+    for segment in table.payload.segments():
+        yield ["segment", segment.number, table.payload.describe(segment)]
     for group in (*table.ledger.groups(), *table.retained.groups.values()):
         yield ["group", *_fields(table, group)]
 
@@ -42,24 +42,24 @@ def _fields(table: Table, group: Group) -> list[Any]:
         history.admission_fields(group.admission),
         group.alive,
         group.completed,
-        list(group.tokens),
-        list(group.oldest),
+        list(group.facts),
         table.ledger.columns_of(group),
         {view.task.spec.name: view.done for view in group.views},
-        *table.places_of(group),
+        *table.payload.places_of(group),
         dict(table.retained.versions.get(group.number, {})),
     ]
 
 
 def group_again(table: Table, segments: dict[int, Any], fields: list[Any]) -> None:
     """A group as `records` said; `segments` by their old numbers."""
-    key, admission, alive, completed, tokens, oldest, has, done, writers, places, trained = fields
+    key, admission, alive, completed, facts, has, done, writers, places, trained = fields
+    tasks = {task.name: task for task in table.tasks()}
     columns, *rest = admission
     group = Group(
         0, GroupKey(*key), Admission(tuple(columns), *rest), tokens=0, oldest=None,
         has=table.ledger.presence(has), views=(),
     )  # fmt: skip
-    group.tokens, group.oldest = array("i", tokens), array("i", oldest)
+    group.facts = array("i", facts)
     group.completed = completed
     found = []
     for place in places:
@@ -70,6 +70,6 @@ def group_again(table: Table, segments: dict[int, Any], fields: list[Any]) -> No
         else:
             segment.refs += 1
             found.append(place_of(segment.number, entry))
-    group.place = table.place_again(writers, found)
+    group.place = table.payload.place_again([tasks[name] for name in writers], found)
     group.alive = alive
     table.group_again(group, done, trained)

@@ -1,5 +1,6 @@
-"""What the processes of a store are told, and the names of their files. No pydantic here: it would
-take a third of what an idle process weighs.
+"""What the processes of a store are told, and the names of their files.
+
+No pydantic here: it would take a third of what an idle process weighs.
 """
 
 from __future__ import annotations

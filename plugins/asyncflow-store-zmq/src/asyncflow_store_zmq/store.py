@@ -1,5 +1,6 @@
-"""The data store as a service: a client, and where it was not told to connect, the owner of the
-processes it talks to.
+"""The data store as a service: a client of a store.
+
+Where it was not told to connect, it starts the store and owns its processes.
 """
 
 from __future__ import annotations
@@ -203,6 +204,15 @@ class ZmqDataStore(DataStore):
         """See `DataStore.drop`."""
         count: int = await self._run(self._opened.drop(keys, reason))
         return count
+
+    async def notify_weights(self, version: int, note: Any = None) -> None:
+        """Announce that weights of a version are there; `note` says where, in plain values."""
+        await self._run(self._opened.notify(version, note))
+
+    async def wait_weights(self, *, after: int, wait_s: float = 60.0) -> tuple[int, Any] | None:
+        """The newest announced version above `after`, and its note; None after `wait_s`."""
+        found: tuple[int, Any] | None = await self._run(self._opened.weights(after, wait_s))
+        return found
 
     async def checkpoint(self, version: int) -> None:
         """See `SupportsDurability.checkpoint`."""

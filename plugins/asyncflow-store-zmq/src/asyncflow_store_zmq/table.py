@@ -9,11 +9,8 @@ The controller process wraps this in sockets (`controller.py`); payload never pa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import Any
 
 from asyncflow_core.batch import BatchRef, GroupKey, Key
 from asyncflow_core.errors import ConfigError, DataError, LeaseLostError
@@ -30,39 +27,13 @@ from asyncflow_core.ledger import (
 from asyncflow_core.schema import PER_TOKEN
 from asyncflow_core.services.data_store import CommitResult, Order, StoreStats, TaskSpec
 from asyncflow_store_zmq import history
-from asyncflow_store_zmq.extents import Extent, ExtentPool, Segment
-from asyncflow_store_zmq.layout import ColumnLayout, Layout
-from asyncflow_store_zmq.places import ENTRY_BITS, NOWHERE, PlaceTable, entry_of, place_of
+from asyncflow_store_zmq.extents import Segment
+from asyncflow_store_zmq.payload import Handout, Payload, Written
 from asyncflow_store_zmq.retained import Retained
 
-__all__ = ["FACTS", "Handout", "Incoming", "Table", "Written"]
+__all__ = ["Incoming", "Table"]
 
-FACTS = 8
-"""Lines of a hand-out's matrix before the places: row, key (4), batch, tokens, oldest version."""
-_PLAN_BITS = 10
-_MAX_PLANS = 1 << _PLAN_BITS
 _BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
-
-
-class _Plan(NamedTuple):
-    """Who writes what into a group, fixed when it is put."""
-
-    writers: tuple[TaskSpec, ...]
-
-    def run(self, samples: int) -> int:
-        """Places beside the shared one."""
-        return samples * len(self.writers)
-
-
-class Written(NamedTuple):
-    """Where a client says it wrote a segment."""
-
-    shard: int
-    slot: int
-    start: int
-    nbytes: int
-    rows: int
-    layout: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -78,30 +49,12 @@ class Incoming:
     stored: int = 0
 
 
-class Handout(NamedTuple):
-    """Rows with what a reader needs to find them.
-
-    Attributes:
-        lease_id: of the lease.
-        rows: int64 [FACTS + sources, rows]; see `FACTS`; then the places of each source.
-        sources: for each of the last lines of `rows`, the columns of the store that lie there.
-        segments: int64 [segments, 8]: number, shard, slot, start, nbytes, rows, layout, generation.
-        extra: columns among the sources that the task does not read: to check what it writes.
-    """
-
-    lease_id: int
-    rows: NDArray[np.int64]
-    sources: list[list[str]]
-    segments: NDArray[np.int64]
-    extra: list[str]
-
-
 class Table:
     """Everything the controller knows.
 
     Attributes:
         ledger: rows, tasks, leases, credit.
-        pool: memory.
+        payload: where columns lie. pool: its memory.
         log: takes what must not be forgotten, in order, as plain lists; None forgets. Records are
             read back by `history.Replay`.
         retained: what waits for a checkpoint, where there is a log.
@@ -128,16 +81,9 @@ class Table:
             policies=policies,
             first_lease=first_lease,
         )
-        self.pool = ExtentPool(raise_generation)
-        self._places = PlaceTable()
-        self._segments: dict[int, Segment] = {}
-        self._last_segment = 0
-        self._layouts: list[Layout] = []
-        self._layout_numbers: dict[bytes, int] = {}
-        self._columns: dict[str, ColumnLayout] = {}
+        self.payload = Payload(raise_generation)
+        self.pool = self.payload.pool
         self._tasks: dict[str, TaskSpec] = {}
-        self._plans: list[_Plan] = []
-        self._plan_of: dict[str, int] = {}  # by partition, until tasks change
         self.log: Callable[[list[Any]], None] | None = None
         self.retained = Retained()
         self.ready: set[str] = set()
@@ -151,14 +97,14 @@ class Table:
         self.ledger.register(spec)
         if spec.name not in self._tasks:
             self._tasks[spec.name] = spec
-            self._plan_of.clear()
+            self.payload.tasks_changed()
             self._log(history.task_record(spec))
 
     def leave(self, name: str, now: float) -> None:
         """Take a member from a task."""
         if self.ledger.leave(name):
             self._tasks.pop(name, None)
-            self._plan_of.clear()
+            self.payload.tasks_changed()
             self._log(["leave", name])
         self._follow(now)
 
@@ -179,48 +125,50 @@ class Table:
             DataError: see `DataStore.put`.
             BackpressureError: a group is larger than the whole store.
         """
-        layout = self.layout_of(written.layout)
+        layout = self.payload.layout_of(written.layout)
         if not len(keys) == len(tokens) == len(oldest) == written.rows:
             raise DataError(f"a put of {written.rows} rows came with {len(keys)} keys")
-        self._agree(layout)
+        self.payload.agree(layout)
         if not all(map(self.ledger.known, keys)):
             self.ledger.check_admission(admission)
             self.ledger.fits(admission)
-        return Incoming(keys, admission, tokens, oldest, self._take(holder, written))
+        return Incoming(keys, admission, tokens, oldest, self.payload.take(holder, written))
 
     def advance_put(self, put: Incoming) -> bool:
         """Store groups as far as there is credit; True when all are dealt with."""
         ledger, segment, admission = self.ledger, put.segment, put.admission
-        plan_number = self._plan(admission.partition)
-        run = self._plans[plan_number].run(admission.samples)
+        plan = self.payload.plan(admission.partition, self._tasks.values())
+        known = ledger.known_keys()
+        room: int | None = None
         intake, first, entries = None, put.position, []
         for position in range(put.position, len(put.keys)):
             key = put.keys[position]
-            if not ledger.known(key):
-                if not ledger.fits(admission):
+            if key not in known:
+                room = ledger.room(admission) if room is None else room
+                if room == 0:
                     break
+                room -= 1
                 if intake is None:
                     intake = ledger.intake(admission)
-                start = self._places.add(place_of(segment.number, position), run)
+                place = self.payload.add_group(segment, position, plan, admission.samples)
                 oldest = put.oldest[position]
                 intake.put(
                     key,
                     tokens=put.tokens[position],
                     oldest=None if oldest < 0 else oldest,
-                    place=start << _PLAN_BITS | plan_number,
+                    place=place,
                 )
-                segment.refs += 1
                 put.stored += 1
                 entries.append(position)
             put.position += 1
         if self.log is not None and entries:
-            self.log(history.put_record(put, self.describe(segment), entries))
+            self.log(history.put_record(put, self.payload.describe(segment), entries))
         self.ready |= ledger.take_effects().ready if put.position > first else set()
         return put.position == len(put.keys)
 
     def end_put(self, put: Incoming, now: float) -> None:
         """Let go of its memory: what no stored group needs is free."""
-        self.unref(put.segment, now)
+        self.payload.unref(put.segment, now)
 
     # Lease and read
 
@@ -235,7 +183,7 @@ class Table:
         if "response_ids" not in spec.reads + spec.writes and _BY_RESPONSE & set(spec.writes):
             extra = ["response_ids"]  # its lengths check what will be written
         rows = [(group, sample) for group, mask in grant.picks for sample in samples_in(mask)]
-        return self._handout(grant.lease_id, rows, [*spec.reads, *extra], extra)
+        return self.payload.handout(grant.lease_id, rows, [*spec.reads, *extra], extra)
 
     def find(
         self, now: float, ref: BatchRef, columns: Sequence[str], extra: Sequence[str]
@@ -261,7 +209,7 @@ class Table:
             )
         found = [locate(row) for row in ref.rows]
         rows = [(self.ledger.group(number), sample) for number, sample in found]
-        return self._handout(ref.lease_id, rows, [*columns, *extra], list(extra))
+        return self.payload.handout(ref.lease_id, rows, [*columns, *extra], list(extra))
 
     def inspect(self, now: float, ref: BatchRef) -> Claim:
         """What the lease still holds."""
@@ -269,64 +217,6 @@ class Table:
             return self.ledger.inspect(now, ref)
         finally:
             self._follow(now)
-
-    def _handout(
-        self, lease_id: int, rows: list[tuple[Group, int]], names: list[str], extra: list[str]
-    ) -> Handout:
-        sources, where = self._sources(rows, names)
-        values, columns = self._places.values, []
-        for slot in where:
-            if slot < 0:
-                columns.append([values[group.place >> _PLAN_BITS] for group, _ in rows])
-            else:
-                columns.append([values[place(group, sample, slot)] for group, sample in rows])
-        matrix = np.empty((FACTS + len(columns), len(rows)), np.int64)
-        matrix[0] = [row_number(group.number, sample) for group, sample in rows]
-        matrix[1:4] = np.array([group.key for group, _ in rows], np.int64).T
-        matrix[4] = [sample for _, sample in rows]
-        matrix[5] = [-1 if (b := g.admission.batch) is None else b for g, _ in rows]
-        matrix[6] = [group.tokens[sample] for group, sample in rows]
-        matrix[7] = [group.oldest[sample] for group, sample in rows]
-        used: dict[int, None] = {}
-        for number, column in enumerate(columns):
-            matrix[FACTS + number] = column
-            used.update(dict.fromkeys((matrix[FACTS + number] >> ENTRY_BITS).tolist()))
-        segments = [self._segment_fields(number) for number in used]
-        table = np.array(segments, np.int64).reshape(len(segments), 8)
-        return Handout(lease_id, matrix, sources, table, extra)
-
-    def _segment_fields(self, number: int) -> tuple[int, ...]:
-        s = self._segments[number]
-        return (
-            number, s.extent.shard, s.extent.slot, s.start, s.nbytes, s.rows, s.layout,
-            s.generation,
-        )  # fmt: skip
-
-    def _sources(
-        self, rows: list[tuple[Group, int]], names: list[str]
-    ) -> tuple[list[list[str]], list[int]]:
-        """Columns that lie together, and the slot of each: -1 is shared, else the writer's."""
-        signatures = {(group.place & (_MAX_PLANS - 1), group.admission.columns) for group, _ in rows}
-        found: list[dict[int, list[str]]] = []
-        for plan_number, shared in signatures:
-            slots: dict[int, list[str]] = {}
-            for name in names:
-                slots.setdefault(self._slot(name, plan_number, shared), []).append(name)
-            found.append(slots)
-        if any(slots != found[0] for slots in found):
-            raise DataError(
-                f"rows of one lease have columns {names} from different writers; "
-                f"use a partition for each kind of row"
-            )
-        return list(found[0].values()), list(found[0])
-
-    def _slot(self, name: str, plan_number: int, shared: tuple[str, ...]) -> int:
-        if name in shared:
-            return -1
-        for number, spec in enumerate(self._plans[plan_number].writers):
-            if name in spec.writes:
-                return number
-        raise DataError(f"column {name!r} is written by no task that saw these rows")
 
     # Commit, release
 
@@ -350,13 +240,16 @@ class Table:
             claim = self.inspect(now, ref)
         segment = self._written(holder, claim, len(ref.rows), written)
         try:
-            if segment is not None:
-                self._agree(self._layouts[segment.layout])
-                self.record(claim.task, ref.rows, claim.held, segment)
+            if segment is not None and written is not None:
+                self.payload.agree(self.payload.layout_of(written.layout))
+                for position in claim.held:
+                    number, sample = locate(ref.rows[position])
+                    group = self.ledger.group(number)
+                    self.payload.record(group, sample, claim.task, segment, position)
             if self.log is not None:
                 rows = [ref.rows[position] for position in claim.held]
                 self.note_trained(claim.task, rows, version)
-                place = None if segment is None else self.describe(segment)
+                place = None if segment is None else self.payload.describe(segment)
                 record = history.commit_record(
                     claim, [self.ledger.key_of(row) for row in rows], place, tokens, oldest, version
                 )
@@ -373,13 +266,13 @@ class Table:
                 self.log(record)
         finally:
             if segment is not None:
-                self.unref(segment, now)
+                self.payload.unref(segment, now)
         return result
 
     def _written(
         self, holder: Hashable, claim: Claim, rows: int, written: Written | None
     ) -> Segment | None:
-        names = () if written is None else tuple(self.layout_of(written.layout).positions)
+        names = () if written is None else tuple(self.payload.layout_of(written.layout).positions)
         count = rows if written is None else written.rows
         if set(names) != set(claim.task.writes) or count != rows:
             raise DataError(
@@ -387,18 +280,7 @@ class Table:
                 f"{sorted(claim.task.writes)}, got {count} rows of {sorted(names)}; "
                 f"write exactly these columns, a row for each"
             )
-        return None if written is None else self._take(holder, written)
-
-    def record(
-        self, task: TaskSpec, rows: Sequence[int], held: Iterable[int], segment: Segment
-    ) -> None:
-        """Note where the new columns of held rows lie."""
-        values, number = self._places.values, segment.number
-        for position in held:
-            group_number, sample = locate(rows[position])
-            group = self.ledger.group(group_number)
-            values[self._own_place(group, sample, task)] = place_of(number, position)
-            segment.refs += 1
+        return None if written is None else self.payload.take(holder, written)
 
     def note_trained(self, task: TaskSpec, rows: Sequence[int], version: int | None) -> None:
         """A trainer is done with rows: they wait for a checkpoint."""
@@ -406,18 +288,6 @@ class Table:
             for row in rows:
                 number, sample = locate(row)
                 self.retained.trained(number, sample, version)
-
-    def describe(self, segment: Segment) -> list[Any]:
-        """A segment for the log."""
-        extent = segment.extent
-        return [
-            extent.shard, extent.slot, extent.units, segment.start, segment.nbytes, segment.rows,
-            self._layouts[segment.layout].dump(),
-        ]  # fmt: skip
-
-    def _own_place(self, group: Group, sample: int, task: TaskSpec) -> int:
-        plan = self._plans[group.place & (_MAX_PLANS - 1)]
-        return place(group, sample, plan.writers.index(task))
 
     def release(self, now: float, ref: BatchRef) -> None:
         """See `DataStore.release`."""
@@ -442,7 +312,7 @@ class Table:
     def checkpoint(self, now: float, version: int) -> None:
         """See `SupportsDurability.checkpoint`."""
         for group in self.retained.checkpoint(version):
-            self._forget(group, now)
+            self.payload.forget(group, now)
         self._log(["checkpoint", version])
 
     def restore(self, now: float, version: int) -> int:
@@ -473,20 +343,7 @@ class Table:
         """What the ledger knows."""
         return self.ledger.stats(drops_after=drops_after)
 
-    def layout(self, number: int) -> bytes:
-        """A layout by number."""
-        if not 0 <= number < len(self._layouts):
-            raise DataError(f"there is no layout {number}")
-        return self._layouts[number].dump()
-
     # Reading back what an earlier life wrote; see `history.py`
-
-    def take_again(self, place: list[Any]) -> Segment:
-        """A segment as `describe` said; the caller holds one of its refs."""
-        shard, slot, units, start, nbytes, rows, layout = place
-        extent = self.pool.adopt(shard, slot, units)
-        self._agree(self.layout_of(layout))
-        return self._hold(extent, Written(shard, slot, start, nbytes, rows, layout))
 
     def put_again(
         self,
@@ -498,20 +355,16 @@ class Table:
         entries: Sequence[int],
     ) -> None:
         """Groups that were stored; without a segment, their payload is gone."""
-        plan_number = self._plan(admission.partition)
-        run = self._plans[plan_number].run(admission.samples)
+        plan = self.payload.plan(admission.partition, self._tasks.values())
         intake = self.ledger.intake(admission)
         for key, brought, age, entry in zip(keys, tokens, oldest, entries, strict=True):
-            where = NOWHERE if segment is None else place_of(segment.number, entry)
-            start = self._places.add(where, run)
+            place = self.payload.add_group(segment, entry, plan, admission.samples)
             intake.put(
                 key,
                 tokens=brought,
                 oldest=None if age < 0 else age,
-                place=start << _PLAN_BITS | plan_number,
+                place=place,
             )
-            if segment is not None:
-                segment.refs += 1
 
     def commit_again(
         self,
@@ -526,27 +379,13 @@ class Table:
         """Rows that a task was done with."""
         task = self._tasks[name]
         if segment is not None:
-            values = self._places.values
             for row, entry in zip(rows, entries, strict=True):
                 number, sample = locate(row)
-                where = self._own_place(self.ledger.group(number), sample, task)
-                if values[where] == NOWHERE:
-                    values[where] = place_of(segment.number, entry)
-                    segment.refs += 1
+                self.payload.record(self.ledger.group(number), sample, task, segment, entry)
         self.note_trained(task, rows, version)
         ages = {row: None if age < 0 else age for row, age in oldest.items()}
         self.ledger.redo(name, rows, tokens=tokens, oldest=ages)
         self._follow(0.0)
-
-    def place_again(self, writers: Sequence[str], places: Sequence[int]) -> int:
-        """A group's run of places -> the group's `place`."""
-        plan = _Plan(tuple(self._tasks[name] for name in writers))
-        if plan not in self._plans:
-            self._plans.append(plan)
-        start = self._places.add(places[0], len(places) - 1)
-        for position, value in enumerate(places[1:], start + 1):
-            self._places.values[position] = value
-        return start << _PLAN_BITS | self._plans.index(plan)
 
     def group_again(
         self, group: Group, done: Mapping[str, int], trained: Mapping[int, int]
@@ -566,77 +405,7 @@ class Table:
         """Registered ones."""
         return self._tasks.values()
 
-    def segments(self) -> Iterable[Segment]:
-        """Living ones."""
-        return self._segments.values()
-
-    def places_of(self, group: Group) -> tuple[list[str], list[int]]:
-        """Who writes into a group, and its run of places."""
-        plan = self._plans[group.place & (_MAX_PLANS - 1)]
-        start = group.place >> _PLAN_BITS
-        end = start + 1 + plan.run(group.admission.samples)
-        return [task.name for task in plan.writers], list(self._places.values[start:end])
-
     # Within
-
-    def layout_of(self, data: bytes) -> Layout:
-        """The layout of these bytes, read once."""
-        number = self._layout_numbers.get(data)
-        if number is None:
-            layout = Layout.load(data)
-            self._layout_numbers[data] = number = len(self._layouts)
-            self._layouts.append(layout)
-        return self._layouts[number]
-
-    def _agree(self, layout: Layout) -> None:
-        """Fix the form of new columns; `DataError` when one differs from its earlier rows."""
-        for column in layout.columns:
-            known = self._columns.setdefault(column.name, column)
-            if known != column:
-                raise DataError(
-                    f"column {column.name!r} is {column}, but earlier rows are {known}; "
-                    f"a column has one layout"
-                )
-
-    def _plan(self, partition: str) -> int:
-        number = self._plan_of.get(partition)
-        if number is None:
-            writers = (t for t in self._tasks.values() if t.writes and partition in t.partitions)
-            plan = _Plan(tuple(writers))
-            if plan not in self._plans:
-                self._plans.append(plan)
-            number = self._plan_of[partition] = self._plans.index(plan)
-        return number
-
-    def _take(self, holder: Hashable, written: Written) -> Segment:
-        """A segment that lives as long as its refs, one of which is the caller's."""
-        extent = self.pool.find(
-            holder, written.shard, written.slot, written.start, written.nbytes
-        )
-        return self._hold(extent, written)
-
-    def _hold(self, extent: Extent, written: Written) -> Segment:
-        self._last_segment += 1
-        segment = Segment(
-            self._last_segment,
-            extent,
-            written.start,
-            written.nbytes,
-            written.rows,
-            self._layout_numbers[written.layout],
-            1,
-            self.pool.generation(extent),
-        )
-        self._segments[segment.number] = segment
-        self.pool.born(segment)
-        return segment
-
-    def unref(self, segment: Segment, now: float) -> None:
-        """One entry of a segment is needed no more."""
-        segment.refs -= 1
-        if not segment.refs:
-            del self._segments[segment.number]
-            self.pool.died(segment, now)
 
     def _log(self, record: list[Any]) -> None:
         if self.log is not None:
@@ -655,31 +424,7 @@ class Table:
 
     def _free(self, group: Group, mask: int, now: float) -> None:
         if self.log is None:
-            self._forget(group, now, mask)
+            self.payload.forget(group, now, mask)
         elif not group.alive and not self.retained.keep(group):
             # What is kept for a checkpoint is kept by the group.
-            self._forget(group, now)
-
-    def _forget(self, group: Group, now: float, mask: int = -1) -> None:
-        """Rows (default all) need their payload no more."""
-        values, start = self._places.values, group.place >> _PLAN_BITS
-        plan = self._plans[group.place & (_MAX_PLANS - 1)]
-        samples = group.admission.samples
-        mask &= (1 << samples) - 1
-        for writer in range(len(plan.writers)):
-            for sample in samples_in(mask):
-                position = start + 1 + writer * samples + sample
-                value = values[position]
-                if value != NOWHERE:
-                    values[position] = NOWHERE
-                    self.unref(self._segments[entry_of(value)[0]], now)
-        if not group.alive:
-            if values[start] != NOWHERE:
-                self.unref(self._segments[entry_of(values[start])[0]], now)
-            self._places.free(start, plan.run(samples))
-
-
-def place(group: Group, sample: int, slot: int) -> int:
-    """Position in the table of places: of what the group shares (slot -1), or of a writer's."""
-    start = group.place >> _PLAN_BITS
-    return start if slot < 0 else start + 1 + slot * group.admission.samples + sample
+            self.payload.forget(group, now)

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CHUNK_BYTES", "Held"]
+__all__ = ["CHUNK_BYTES", "Held", "Pool"]
 
 CHUNK_BYTES = 1 << 20
 """Large enough that a message costs little beside its bytes, small enough for a core's cache."""
+
+
+class Pool:
+    """Memory that is used again once nobody else refers to it.
+
+    A first touch of fresh pages costs several times what the copy into them does. Whoever has an
+    array of the pool, or a view of one, keeps it from being used again by that alone: CPython's
+    reference count says so.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._arrays: list[NDArray[np.uint8]] = []
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory of that size, with whatever was in it."""
+        for number in range(len(self._arrays)):
+            if len(self._arrays[number]) == nbytes and self._is_free(number):
+                return self._arrays[number]
+        self._arrays.append(np.empty(nbytes, np.uint8))
+        return self._arrays[-1]
+
+    def trim(self) -> None:
+        """Give back what nobody refers to."""
+        busy = [number for number in range(len(self._arrays)) if not self._is_free(number)]
+        self._arrays = [self._arrays[number] for number in busy]
+
+    def _is_free(self, number: int) -> bool:
+        # The list's own reference, and that of the call.
+        return sys.getrefcount(self._arrays[number]) == 2
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +68,6 @@ class Held:
             self._ends.append(len(self._places))
 
     @classmethod
-    def empty(cls, sizes: Sequence[int]) -> Held:
-        """Room for buffers of these sizes."""
-        return cls([np.empty(size, np.uint8) for size in sizes])
-
-    @classmethod
     def whole(cls, buffers: Sequence[NDArray[np.uint8]]) -> Held:
         """What is there already."""
         held = cls(buffers)
@@ -62,6 +88,10 @@ class Held:
         """The memory of a chunk."""
         buffer, start = self._places[number]
         return self.buffers[buffer][start : start + CHUNK_BYTES]
+
+    def at_an_end(self) -> bool:
+        """Whether the chunk that landed last ended a buffer."""
+        return self.landed in self._ends
 
     def has_buffer(self, number: int) -> bool:
         """Whether a buffer is there as a whole."""

@@ -24,7 +24,7 @@ from asyncflow_weights_host.sockets import Sockets
 
 __all__ = ["Node", "Origin"]
 
-_WINDOW = 8
+_WINDOW = 16
 """Chunks asked for and not yet there."""
 _PARKED = 4096
 _TICK_MS = 200
@@ -111,10 +111,16 @@ class Node(threading.Thread):
         """Serve it no more; who asks is told that it is gone."""
         self._do(lambda: self._on_drop(content))
 
+    def settle(self) -> None:
+        """Wait until what was said so far is done."""
+        done = threading.Event()
+        self._do(done.set)
+        done.wait(self._stall_s)
+
     def pull(
         self, content: Content, held: Held, origin: Origin, changed: Callable[[], None]
     ) -> None:
-        """Fill `held`; `changed` is called, on the node's thread, after every chunk."""
+        """Fill `held`; `changed` is called, on the node's thread, after every buffer."""
         self._do(lambda: self._on_pull(_Pull(content, held, origin, changed)))
 
     def has(self, content: Content, origin: Origin, timeout_s: float) -> bool | None:
@@ -289,7 +295,8 @@ class Node(threading.Thread):
         pull.heard_at = time.monotonic()
         self._ask_more(pull)
         self._unpark(pull.content)
-        pull.changed()
+        if pull.held.at_an_end():
+            pull.changed()
         self._finish_if_complete(pull)
 
     def _finish_if_complete(self, pull: _Pull) -> None:

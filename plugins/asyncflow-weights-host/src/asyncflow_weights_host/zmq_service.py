@@ -27,7 +27,7 @@ from asyncflow_core.services.weight_sync import (
     WeightSyncStats,
 )
 from asyncflow_weights_host import delta
-from asyncflow_weights_host.held import Held
+from asyncflow_weights_host.held import Held, Pool
 from asyncflow_weights_host.intake import in_thread
 from asyncflow_weights_host.locator import here
 from asyncflow_weights_host.node import Node, Origin
@@ -78,6 +78,7 @@ class ZmqWeightSync(VersionedWeightSync):
         self._node: Node | None = None
         self._base: _Base | None = None
         self._pulled: dict[Content, None] = {}
+        self._pool = Pool()
 
     async def open(self) -> None:
         """Take calls; sockets are made by the first of them.
@@ -130,9 +131,10 @@ class ZmqWeightSync(VersionedWeightSync):
         node = self._running(self._token, self._client)
         builder, taken = ManifestBuilder(version, life), []
         async for bucket in buckets:
-            data = np.empty(len(bucket.data), np.uint8)
+            data = self._pool.take(len(bucket.data))
             await in_thread(lambda b=bucket, d=data: builder.add(b, into=d))
             taken.append(Bucket(bucket.specs, data))
+        self._pool.trim()
         self._check_open()
         if not taken:
             raise DataError(f"version {version} has no tensor; there is nothing to publish")
@@ -207,7 +209,7 @@ class ZmqWeightSync(VersionedWeightSync):
         specs = [place.specs(manifest.tensors) for place in locator.buckets]
         full = Content(manifest.version, manifest.life, False)
         again = full in self._pulled
-        self._forget_others(node, full)
+        await self._forget_others(node, full)
         updated = None if again else await self._from_delta(node, manifest, locator, specs)
         if updated is not None:
             self._base = _Base(manifest, updated)
@@ -215,8 +217,10 @@ class ZmqWeightSync(VersionedWeightSync):
                 self._fetched += sum(spec.nbytes for spec in bucket.specs)
                 yield bucket
             return
-        pull = _Landing(node, full, [place.nbytes for place in locator.buckets], locator.origin)
-        taken = []
+        room = [self._pool.take(place.nbytes) for place in locator.buckets]
+        self._pool.trim()
+        pull, taken = _Landing(node, full, room, locator.origin), []
+        del room
         for number, here_specs in enumerate(specs):
             taken.append(Bucket(here_specs, await pull.buffer(number, self._check_open)))
             self._fetched += sum(spec.nbytes for spec in here_specs)
@@ -224,7 +228,7 @@ class ZmqWeightSync(VersionedWeightSync):
         if self._options.delta and await in_thread(_checksum, taken) == manifest.checksum:
             self._base = _Base(manifest, taken)
 
-    def _forget_others(self, node: Node, content: Content) -> None:
+    async def _forget_others(self, node: Node, content: Content) -> None:
         """Keep the version before too, which others may still pull from here."""
         self._pulled.pop(content, None)
         self._pulled[content] = None
@@ -233,6 +237,7 @@ class ZmqWeightSync(VersionedWeightSync):
             del self._pulled[old]
             node.drop(old)
             node.drop(old._replace(is_delta=True))
+        await in_thread(node.settle)  # its memory can be used again from here on
 
     async def _from_delta(
         self,
@@ -249,7 +254,8 @@ class ZmqWeightSync(VersionedWeightSync):
         if ours != (offer.version, offer.life, offer.checksum):
             return None
         content = Content(manifest.version, manifest.life, True)
-        pull = _Landing(node, content, offer.sizes, locator.origin)
+        room = [np.empty(size, np.uint8) for size in offer.sizes]
+        pull = _Landing(node, content, room, locator.origin)
         made = []
         try:
             for number, old in enumerate(base.buckets):
@@ -280,9 +286,11 @@ class ZmqWeightSync(VersionedWeightSync):
 class _Landing:
     """A pull as the event loop sees it."""
 
-    def __init__(self, node: Node, content: Content, sizes: Sequence[int], origin: Origin) -> None:
+    def __init__(
+        self, node: Node, content: Content, room: Sequence[NDArray[np.uint8]], origin: Origin
+    ) -> None:
         self._content = content
-        self._held = Held.empty(sizes)
+        self._held = Held(room)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         node.pull(content, self._held, origin, self._notify)

@@ -1,0 +1,145 @@
+"""The client without an event loop: calls, errors, deadlines, the server's death."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncflow_core.errors import (
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    ServiceClosedError,
+    ServiceTimeoutError,
+    WireVersionError,
+)
+from asyncflow_core.wire import BlockingClient, Method, Server, _protocol
+
+TOKEN = "token-of-this-run"
+
+
+@pytest.fixture
+async def server(run_dir):
+    """Echoes, refuses, and waits."""
+
+    def plain(arguments):
+        return arguments
+
+    async def wait(value):
+        await asyncio.sleep(value)
+
+    def refuse(value):
+        raise ConfigError(f"no {value}")
+
+    def later(value):
+        async def answer():
+            return value + 1
+
+        return answer()
+
+    server = Server(f"ipc://{run_dir}/b", name="echo", token=TOKEN)
+    methods = {
+        "echo": Method(lambda value: value, plain, inline=True),
+        "refuse": Method(refuse, plain, inline=True),
+        "later": Method(later, plain, inline=True),
+        "wait": Method(wait, plain),
+    }
+    server.expose("it", methods)
+    async with server:
+        yield server
+
+
+def client(server, **how):
+    return BlockingClient(server.address, **{"name": "b", "token": TOKEN, "connect_s": 5.0, **how})
+
+
+async def on_thread(function):
+    return await asyncio.to_thread(function)
+
+
+async def test_call_returns_values_and_large_arrays(server):
+    def run():
+        with client(server) as it:
+            big = np.arange(100_000)
+            np.testing.assert_array_equal(it.call("it.echo", {"value": big}), big)
+            return it.call("it.later", {"value": 1})
+
+    assert await on_thread(run) == 2
+
+
+async def test_send_many_take_results_in_any_order(server):
+    def run():
+        with client(server) as it:
+            numbers = [it.send("it.echo", {"value": i}) for i in range(20)]
+            found = [it.wait(number) for number in reversed(numbers)]
+            with pytest.raises(ServiceClosedError):
+                it.wait(numbers[0])
+            return found
+
+    assert await on_thread(run) == list(reversed(range(20)))
+
+
+async def test_call_refused_raises_the_error_of_its_code(server):
+    def run():
+        with client(server) as it:
+            with pytest.raises(ConfigError, match="no luck"):
+                it.call("it.refuse", {"value": "luck"})
+            return it.call("it.echo", {"value": 3})
+
+    assert await on_thread(run) == 3
+
+
+async def test_call_past_its_deadline_is_a_timeout(server):
+    def run():
+        with client(server) as it, pytest.raises(ServiceTimeoutError):
+            it.call("it.wait", {"value": 30.0}, timeout_s=0.05)
+
+    await on_thread(run)
+
+
+async def test_server_gone_ends_a_call_and_all_that_follow(server):
+    def begin():
+        it = client(server)
+        it.open()
+        return it, it.send("it.wait", {"value": 30.0})
+
+    it, number = await on_thread(begin)
+    await server.aclose()
+
+    def rest():
+        with pytest.raises(PeerLostError):
+            it.wait(number)
+        with pytest.raises(PeerLostError):
+            it.call("it.echo", {"value": 1})
+        it.close()
+        it.close()
+
+    await on_thread(rest)
+
+
+async def test_open_with_wrong_token_or_version_is_told_in_words(server, monkeypatch):
+    def run():
+        with pytest.raises(ProtocolError, match="token"):
+            client(server, token="other").open()
+        monkeypatch.setattr(_protocol, "WIRE_VERSION", 99)
+        it = client(server)
+        with pytest.raises(WireVersionError, match="99"):
+            it.open()
+
+    real = _protocol.WIRE_VERSION
+    try:
+        await asyncio.wait_for(on_thread(run), 20)
+    except WireVersionError:
+        pytest.fail("not taken")
+    finally:
+        monkeypatch.setattr(_protocol, "WIRE_VERSION", real)
+
+
+async def test_open_without_server_gives_up(run_dir):
+    def run():
+        with pytest.raises(PeerLostError, match="is the service running"):
+            BlockingClient(f"ipc://{run_dir}/none", name="b", token=TOKEN, connect_s=0.1).open()
+
+    await on_thread(run)
