@@ -4,7 +4,9 @@
 #   make test                           install, lint, run the default tests
 #   make lint                           ruff, mypy strict, import rules
 #   make bench BENCH=name               run benchmarks/name.py
-#   make test-slow, make test-demo      suites that take longer; CI runs them too
+#   make test-store, test-hzp, test-weights, test-slow, test-demo
+#                                       suites that take longer; CI runs them too
+#   make soak                           ten minutes of full load on the zmq store
 #   make test-store                     the data store with its processes killed at random
 #   make soak                           the data store at full load for ten minutes
 
@@ -52,8 +54,22 @@ demo: $(VENV)/installed
 test: lint
 	@$(BIN)/python -m pytest -m "not slow and not gpu"
 
+SLOW = @$(BIN)/python -m pytest -m "slow and not gpu"
+
 test-slow: $(VENV)/installed-dev
-	@$(BIN)/python -m pytest -m "slow and not gpu"
+	$(SLOW) tests --ignore=tests/weights
+
+# The zmq store under random kills of its processes; prints how many.
+test-store: $(VENV)/installed-dev
+	$(SLOW) -s plugins/asyncflow-store-zmq
+
+# Every sharding tuple at 2 and 4 ranks against the unsharded run.
+test-hzp: $(VENV)/installed-dev
+	$(SLOW) adapters/asyncflow-hzp
+
+# Faults of weight transports, and what is detected in how long.
+test-weights: $(VENV)/installed-dev
+	$(SLOW) -s tests/weights plugins/asyncflow-weights-host plugins/asyncflow-weights-collective
 
 # The main job, as a user starts it, and what it must have learned.
 test-demo: demo
@@ -74,6 +90,9 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	@$(BIN)/python benchmarks/$(BENCH).py
+
+soak: $(VENV)/installed-dev
+	@$(BIN)/python benchmarks/soak.py --seconds 600
 
 clean:
 	rm -rf $(VENV) $(BASE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

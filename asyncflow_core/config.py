@@ -109,9 +109,9 @@ class SamplingConfig(Section):
     """Candidates drawn from; 0 is off."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
     """Least share of the best candidate's probability; 0 is off."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end a response, beside the tokenizer's end of sequence."""
 
 

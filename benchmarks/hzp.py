@@ -192,6 +192,7 @@ def summary(variants: dict[str, Variant]) -> dict[str, Any]:
 
 
 def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # a table is seen when it is there
     if os.geteuid():
         sys.exit("network namespaces need root: sudo make bench BENCH=hzp")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

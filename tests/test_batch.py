@@ -64,3 +64,29 @@ def test_key_survives_packing_and_says_what_is_too_short():
     assert Key.unpack(key.pack()) == key
     with pytest.raises(DataError, match="16 bytes, got 3"):
         Key.unpack(b"abc")
+
+
+@pytest.mark.parametrize("make", [Column.dense, lambda rows, dtype: Column.ragged([rows], dtype)])
+@pytest.mark.parametrize(
+    ("values", "dtype", "wrong"),
+    [
+        ([1, 0.5], np.int32, "0.5"),
+        ([2**31], np.int32, f"{2**31}"),
+        (np.array([-1]), np.uint8, "-1"),
+        ([1, np.nan], np.int32, "nan"),
+        ([np.inf], np.int64, "inf"),
+    ],
+)
+def test_column_number_that_its_integers_cannot_hold_is_refused(make, values, dtype, wrong):
+    with pytest.raises(DataError, match=f"^{wrong} is not a whole number that .*int"):
+        make(values, dtype)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [([], np.int32), ([1.0, 2.0], np.int32), ([True], np.uint8), ([0.1], np.float32), ([3], float)],
+)
+def test_column_numbers_that_fit_are_brought_to_the_dtype(values, dtype):
+    found = Column.ragged([values], dtype).array
+    assert found.dtype == dtype
+    assert found.tolist() == np.array(values, dtype).tolist()

@@ -18,7 +18,7 @@ _EVERY_S = 10.0
 
 
 class Progress:
-    """Prints to standard output; times are minutes:seconds."""
+    """Prints to standard output; times are [hours:]minutes:seconds."""
 
     def __init__(self, config: RunConfig) -> None:
         """Remember what the lines name."""
@@ -55,9 +55,9 @@ class Progress:
         left = elapsed / step.version * (step.steps - step.version)
         line = (
             f"step {step.version:>{len(str(step.steps))}}/{step.steps}  reward {self._reward:.3f}  "
+            f"{_clock(elapsed)} elapsed, {_clock(left)} left  "
             f"staleness {step.metrics[metrics.STALENESS_MEAN]:.2f} "
             f"(max {self._config.workflow.bound})  "
-            f"{_clock(elapsed)} elapsed, {_clock(left)} left  "
             f"{step.metrics[metrics.TOKENS_PER_S] / 1000:.1f}k tok/s"
         )
         if self._terminal:  # a line that wraps is not overwritten by the next one
@@ -92,4 +92,6 @@ class Progress:
 
 
 def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -188,6 +188,7 @@ class Controller:
         self, group: asyncio.TaskGroup, stack: AsyncExitStack, store: DataStore, waits: Waits
     ) -> _Parts:
         """Register every task before the first row, which it would not see; start the workers."""
+        waits.begin("making the tokenizer, the prompts and the workers")
         drawing, writing = DaemonThread("prompts"), DaemonThread("recorder")
         for thread in (drawing, writing):
             stack.callback(thread.shutdown, wait=False, cancel_futures=True)

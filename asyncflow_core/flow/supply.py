@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 TRAINING, EVALUATION = 0, 1
 """Prompt sources, as keys number them."""
 
+_SAID_IN_A_ROW = 3
+"""Dropped groups of one step that are warned of."""
+
 _TOKEN_BYTES = 32
 """Bytes one response token may take over all per-token columns."""
 _ROW_BYTES = 1024
@@ -205,7 +208,9 @@ class Supply:
                 f"{self._dropped_in_a_row} prompt groups were dropped within one step, the last: "
                 f"{dropped.reason}; the run would never end"
             )
-        _log.warning("group %s of batch %d is replaced: %s", *_dropped_words(dropped))
+        # The first few tell; hundreds would hide everything else.
+        level = logging.WARNING if self._dropped_in_a_row <= _SAID_IN_A_ROW else logging.DEBUG
+        _log.log(level, "group %s of batch %d is replaced: %s", *_dropped_words(dropped))
         self._admission.replace(dropped.batch)
         self._wake.set()
 

@@ -59,8 +59,6 @@ class Switching:
         """Seconds the last stage took."""
         self.commit_s = 0.0
         """Seconds the last commit took; with drain, the wait for running responses included."""
-        self.failures = 0
-        """Stages and commits that failed and were tried again."""
         self.compared = 0
         """Comparisons, bit for bit, that found no difference."""
 
@@ -90,6 +88,11 @@ class Switching:
         """A replica is gone; nobody waits for it any more."""
         self._replicas.pop(replica, None)
         self._carry_out(self._protocol.leave(replica))
+
+    @property
+    def failures(self) -> int:
+        """Stages and commits that failed, and were tried again or raised."""
+        return self._protocol.failures
 
     def waiting(self) -> list[str]:
         """One line for each replica that is on its way to a version."""
@@ -131,6 +134,10 @@ class Switching:
             self._failed(replica, call, error)
             return
         self.stage_s = staged.wall_s
+        if staged.checksum != published.manifest.checksum:
+            _log.warning(
+                "%s holds other bytes than were published as version %d", replica, staged.version
+            )
         self._carry_out(self._protocol.staged(replica, call, staged.checksum, time.monotonic()))
 
     async def _commit(self, replica: str, version: int, call: int) -> None:
@@ -154,7 +161,6 @@ class Switching:
 
     def _failed(self, replica: str, call: int, error: AsyncFlowError) -> None:
         _log.warning("%s failed to take weights: %s", replica, error)
-        self.failures += 1
         self._carry_out(self._protocol.failed(replica, call, str(error), time.monotonic()))
 
 

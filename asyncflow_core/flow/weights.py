@@ -111,12 +111,14 @@ class WeightProtocol:
         commit_timeout_s: deadline of one commit.
         attempts: stages of one version a replica may need.
         compare_every: versions from one comparison to the next; 0 for none.
+        failures: what failed so far, retried or not.
     """
 
     stage_timeout_s: float = 300.0
     commit_timeout_s: float = 300.0
     attempts: int = 2
     compare_every: int = 0
+    failures: int = 0
     _checksums: dict[_Weights, str] = field(default_factory=dict)
     _newest: _Weights | None = None
     _calls: int = 0
@@ -197,6 +199,7 @@ class WeightProtocol:
         state = self._awaited(replica, call, *_ASKED)
         if state is None:
             return []
+        self.failures += 1
         retried = state.phase is not _Phase.COMPARING and state.attempt < self.attempts
         if retried:
             state.phase = _Phase.IDLE

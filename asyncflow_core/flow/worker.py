@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column
-from asyncflow_core.errors import AsyncFlowError, LeaseLostError
+from asyncflow_core.errors import AsyncFlowError, DataError, LeaseLostError
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
 
@@ -238,7 +238,10 @@ class Worker:
             await self._store.drop([info.key for info in part.rows], reason=part.drop)
         else:
             ref = lease.ref(part.rows)
-            await self._store.commit(ref, writes=part.writes, version=part.version)
+            try:
+                await self._store.commit(ref, writes=part.writes, version=part.version)
+            except DataError as error:
+                raise DataError(f"{self._requester}: {error}") from error
 
     def _hold(self, rows: int) -> None:
         self._held += rows

@@ -466,6 +466,12 @@ CASES = [
         ("temperature", "rollout.sampling.temperature: input should be a finite number, got inf"),
     ),
     case(
+        "stops that stop everything or nothing",
+        [("max_new_tokens: 1", 'max_new_tokens: 1, stop: [""], stop_token_ids: [-1]')],
+        ("stop", "rollout.sampling.stop.0: string should have at least 1 character"),
+        ("stop", "rollout.sampling.stop_token_ids.0: input should be greater than or equal to 0"),
+    ),
+    case(
         "option that is infinite",
         [("lr: 1.0", "lr: .inf")],
         ("lr: .inf", "trainer.options.lr: input should be a finite number, got inf"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -93,7 +94,7 @@ async def test_supply_dropped_group_is_replaced_in_its_batch_by_the_next_prompt(
         assert {(info.batch, info.key.sequence) for info in lease.rows} == {(0, 1), (0, 2)}
 
 
-async def test_supply_that_only_drops_ends_the_run(store):
+async def test_supply_that_only_drops_ends_the_run(store, caplog):
     await store.register(SEE)
     async with supplying(store, Prompts(), config()) as supply:
 
@@ -107,6 +108,8 @@ async def test_supply_that_only_drops_ends_the_run(store):
         with pytest.raises(ServiceError, match="dropped within one step, the last: too long"):
             await asyncio.wait_for(supply.running, 20)
         await dropping
+    warned = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warned) == 3  # of 21: hundreds of them would hide everything else
 
 
 async def test_supply_evaluation_puts_held_out_prompts_outside_batches(store):

@@ -177,6 +177,23 @@ def check_delays(rank, world, steps):
     model.close()
 
 
+def check_idle(rank, world):
+    """A rank without a backward of its own in the first step takes part in the reduction."""
+    case = Case()
+    net = make_net(case)
+    (loss_of(net, 0, 0, 0) / world).backward()
+    torch.optim.SGD(net.parameters(), lr=0.05).step()
+    model, optimizer = make_sharded(case, (1, world, world))
+    if rank == 0:
+        loss_of(model, 0, 0, 0).backward()
+    optimizer.step()
+    found = weights_of(model)
+    train(model, optimizer, case, range(1, 3))
+    model.close()
+    for name, param in net.named_parameters():
+        assert torch.equal(found[name], param.detach()), (rank, name)
+
+
 def check_error(rank, world):
     """A failing exchange names its unit in the computing thread, on the first wait for it."""
     model, optimizer = make_sharded(Case(), (2, 2, 2))

@@ -47,6 +47,7 @@ def test_two_ranks_train_as_plain_resume_and_fail_by_name(tmp_path):
     some = [((2, 2, 2), case) for case in (*DENSE, MOE[1])]
     checks = [
         ("check_some", ([*some, ((1, 1, 2), DENSE[0]), ((1, 1, 1), DENSE[2])],)),
+        ("check_idle", ()),
         ("check_meta", ()),
         ("check_traffic", ((2, 2, 2), 3, 2.0)),
         ("check_resume", (str(tmp_path / "a"), (2, 2, 2), (1, 1, 2))),
@@ -80,6 +81,24 @@ def test_second_last_backward_of_a_step_refused():
         loss_of(model, 0, 1, 0).backward()
     optimizer.zero_grad()
     train(model, optimizer, case, range(1))
+    model.close()
+
+
+def test_parameter_unused_in_the_first_micro_batch_counts_zero_there():
+    model, optimizer = make_sharded(Case(), Sizes(1, 1, 1))
+    train(model, optimizer, Case(), range(1))  # leaves values in the gradients' memory
+    net = model.module
+    with model.no_sync():
+        net.head(net.norm(net.embed(torch.zeros(1, 3, dtype=torch.int64)))).sum().backward()
+    loss_of(model, 0, 0, 1).backward()
+    found = model.reduction
+    found.finish()
+    unit = next(unit for unit in model.units if unit.name == "layers.0")
+    grad = found.wait(unit).clone()
+    optimizer.zero_grad()
+    loss_of(model, 0, 0, 1).backward()
+    found.finish()
+    assert torch.equal(found.wait(unit), grad)
     model.close()
 
 

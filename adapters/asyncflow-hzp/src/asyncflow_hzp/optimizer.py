@@ -23,8 +23,8 @@ Kind = Callable[..., torch.optim.Optimizer]
 class Optimizer:
     """Updates each rank's shards of size n/z1, unit by unit, and spreads the result.
 
-    Units are updated in the order in which their gradients arrive; after `clip_grad_norm`, which
-    needs all of them, in the order of the forward, whose first gathers then start at once.
+    Units are updated in the order in which their gradients arrive, then published in the order of
+    the forward; after `clip_grad_norm`, which needs all gradients, both unit by unit.
 
     Args:
         model: what `shard` returned.
@@ -142,25 +142,33 @@ class Optimizer:
         residency = self._model.residency
         self._reduction.finish()
         residency.drop_all()
-        for unit in self._units():
-            grad = self._reduction.wait(unit)
-            unit.settle()
-            for piece, part, _ in self._pieces[unit]:
-                piece.grad = grad[part].view(piece.shape)
-            for settings in self.param_groups:
-                inner = self._inner[unit].get(settings["name"])
-                if inner is not None:
-                    inner.param_groups[0].update(settings)
-                    inner.step()
+        forward = self._forward_order()
+        # What waits for the last gradient is published by the order in which it is needed.
+        for unit in forward if self._known else self._reduction.order:
+            self._update(unit)
+            if self._known:
+                residency.publish(unit)
+        for unit in () if self._known else forward:
             residency.publish(unit)
         self.zero_grad()
 
-    def _units(self) -> list[Unit]:
-        """A fixed order: of time nothing may depend."""
+    def _update(self, unit: Unit) -> None:
+        """Run the torch optimizers of one unit's shard."""
+        grad = self._reduction.wait(unit)
+        unit.settle()
+        for piece, part, _ in self._pieces[unit]:
+            piece.grad = grad[part].view(piece.shape)
+        for settings in self.param_groups:
+            inner = self._inner[unit].get(settings["name"])
+            if inner is not None:
+                inner.param_groups[0].update(settings)
+                inner.step()
+
+    def _forward_order(self) -> list[Unit]:
+        """By the trace of sharded units, else by number; a function of the program alone."""
         forward = self._model.residency.trace.order[0]
         place = {number: at for at, number in reversed(list(enumerate(forward)))}
-        known = sorted(self._inner, key=lambda unit: place.get(unit.number, unit.number))
-        return known if self._known else self._reduction.order
+        return sorted(self._inner, key=lambda unit: place.get(unit.number, unit.number))
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

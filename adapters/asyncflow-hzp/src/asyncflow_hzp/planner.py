@@ -11,6 +11,7 @@ Source: papers.md B.4, after AMSP (arXiv 2311.00257); the paper's own rule is no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,9 +124,12 @@ class _Traffic:
     seconds: float = 0.0
 
     def send(self, places: Sequence[int], me: int, nbytes: float) -> float:
-        """Each of the others gets `nbytes` from this place; returns the seconds."""
-        near = sum(1 for p in places if p != me and p // self.node == me // self.node)
-        far = sum(1 for p in places if p // self.node != me // self.node)
+        """Each of the others gets `nbytes` from this place, as `exchange` does it; the seconds."""
+        nodes = Counter(place // self.node for place in places)
+        near, far = nodes[me // self.node] - 1, len(places) - nodes[me // self.node]
+        if len(set(nodes.values())) == 1:
+            # A piece crosses between two nodes once, then goes on to the neighbours.
+            near, far = near * len(nodes), len(nodes) - 1
         seconds = 0.0
         if near and nbytes:
             self.intra += near * nbytes

@@ -189,19 +189,19 @@ class Reduction:
         return unit not in self._issued and len(self._progress[unit].arrived) == len(unit.entries)
 
     def _submit(self, unit: Unit) -> None:
+        """Give a unit's gradient of this backward to the lane, or leave it in its sums."""
         progress = self._progress[unit]
         if progress.buffer is None and self._issues(unit):
             self._open(unit, progress)
         self._issued[unit] = None
-        if not self._issues(unit):
-            self._close(progress)
-            return
         buffer = progress.buffer
-        assert buffer is not None
-        if not progress.filled:
+        if buffer is not None and not progress.filled:
             for entry in unit.entries:
                 if entry not in progress.arrived:
                     entry.view(buffer).zero_()
+        if buffer is None or not self._issues(unit):
+            self._close(progress)
+            return
         work = self._reduce if self.last else self._reduce_partly
         if not self.last and progress.sums is None:
             low, high = unit.layout.shard(unit.layout.sizes.z2, unit.elements)

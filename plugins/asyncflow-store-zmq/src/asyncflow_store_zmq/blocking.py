@@ -49,7 +49,12 @@ class BlockingStore:
         self._session = session
         self._run(session.hello())
         if not session.local:
-            self._clients[:0] = [self._connect(address) for address in session.shard_addresses]
+            self._connect_shards()
+
+    def _connect_shards(self) -> None:
+        """Those not yet connected; the controller stays last."""
+        for address in self._opened.shard_addresses[len(self._clients) - 1 :]:
+            self._clients.insert(-1, self._connect(address))
 
     def _connect(self, address: str) -> BlockingClient:
         client = BlockingClient(address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S)
@@ -94,6 +99,9 @@ class BlockingStore:
             return stop.value
 
     def _send(self, call: Call) -> int:
+        if call.shard >= len(self._clients) - 1:  # added meanwhile
+            self._run(self._opened.find_shards())
+            self._connect_shards()
         client = self._clients[call.shard]
         return client.send(call.method, {"m": call.arguments}, timeout_s=_deadline_s(call))
 

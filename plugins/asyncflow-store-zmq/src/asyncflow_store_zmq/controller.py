@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _METHODS = (
     "hello", "register", "end", "put", "lend", "lease", "find", "commit", "turn", "renew",
-    "release", "drop", "stats", "layout", "memory", "checkpoint", "restore", "hurry",
+    "release", "drop", "stats", "layout", "memory", "checkpoint", "restore", "hurry", "add_shard",
     "notify", "weights",
 )  # fmt: skip
 
@@ -57,6 +57,7 @@ class Controller:
         self._clock = clock
         self._arenas: list[Arena] = []
         self._shards: list[Client] = []
+        self._addresses: list[str] = []
         self._table = Table(
             capacity_rows=spec.capacity_rows,
             capacity_bytes=spec.capacity_bytes,
@@ -79,13 +80,8 @@ class Controller:
 
     async def open(self) -> None:
         """Connect to every shard, map its memory, read the journal back."""
-        for number in range(self._spec.shards):
-            address = self._spec.shard_addresses[number]
-            client = Client(address, name="controller", token=self._spec.token)
-            await client.open()
-            self._shards.append(client)
-            self._arenas.append(Arena(self._spec.arena(number)))
-            self._table.pool.add_shard()
+        for address in self._spec.shard_addresses:
+            await self._add_shard(address)
         if self._spec.durability != "none":
             self._durable = Durable(self._spec, self._table, self._arenas, self._sync_shards)
             self._durable.open()
@@ -104,6 +100,19 @@ class Controller:
             await self._durable.aclose()
         for client in self._shards:
             await client.aclose()
+
+    async def _add_shard(self, address: str) -> None:
+        client = Client(address, name="controller", token=self._spec.token)
+        await client.open()
+        arena = Arena(self._spec.arena(len(self._arenas)))
+        self._shards.append(client)
+        self._addresses.append(address)
+        self._arenas.append(arena)
+        self._table.pool.add_shard()
+
+    def add_shard(self, m: list[Any], peer: Peer) -> Any:
+        """[address]: one more shard, the next in number, answers there."""
+        return self._add_shard(str(m[0]))
 
     async def _sync_shards(self) -> None:
         await asyncio.gather(*(shard.call("shard.sync", {"m": []}) for shard in self._shards))
@@ -137,7 +146,7 @@ class Controller:
     def hello(self, m: list[Any], peer: Peer) -> list[Any]:
         """Where a client's memory is, and a first extent."""
         paths = [str(self._spec.arena(number)) for number in range(len(self._arenas))]
-        return [paths, self._spec.shard_addresses, sorted(self._table.ledger.policies)]
+        return [paths, self._addresses, sorted(self._table.ledger.policies)]
 
     def register(self, m: list[Any], peer: Peer) -> str:
         """[name, reads, writes, whole_groups, partitions, order] -> handle."""

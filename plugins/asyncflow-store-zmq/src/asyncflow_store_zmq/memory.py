@@ -193,12 +193,18 @@ class SharedMemory:
     """The arenas, mapped."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """Map them."""
+        """Map them; those that come later lie beside them, by number."""
         self._arenas = [Arena(Path(path)) for path in paths]
+
+    def _arena(self, shard: int) -> Arena:
+        while shard >= len(self._arenas):
+            path = self._arenas[0].path
+            self._arenas.append(Arena(path.with_name(f"shard-{len(self._arenas)}.arena")))
+        return self._arenas[shard]
 
     def write(self, lent: Lent, start: int, packed: Packed) -> Steps:
         """One copy, no message."""
-        arena = self._arenas[lent.shard]
+        arena = self._arena(lent.shard)
         arena.reserve(start, packed.nbytes)
         packed.write(arena.data[start : start + packed.nbytes])
         return
@@ -212,7 +218,7 @@ class SharedMemory:
             if chosen:
                 found.update(take(self._pieces(wanted, places, layouts), chosen))
         for _, shard, slot, _, _, _, _, generation in wanted.segments.values():
-            if int(self._arenas[shard].generations[slot]) != generation:
+            if int(self._arena(shard).generations[slot]) != generation:
                 raise lost_rows()
         return found
         yield
@@ -223,7 +229,7 @@ class SharedMemory:
         pieces = []
         for number, first, last, repeat in pieces_of(places):
             _, shard, _, start, nbytes, rows, layout, _ = wanted.segments[number]
-            data = self._arenas[shard].data[start : start + nbytes]
+            data = self._arena(shard).data[start : start + nbytes]
             pieces.append(Piece(data, layouts[layout], rows, first, last, repeat))
         return pieces
 

@@ -89,6 +89,16 @@ class StoreProcesses:
             )
         return line.decode().strip()
 
+    async def add_shard(self) -> str:
+        """Start one more shard, the next in number; where it answers."""
+        assert self.spec is not None
+        number = self.spec.shards
+        address = await self._start(self.spec, "shard", str(number))
+        self._children.insert(-1, self._children.pop())  # the controller stays last
+        addresses = (*self.spec.shard_addresses, address)
+        self.spec = dataclasses.replace(self.spec, shards=number + 1, shard_addresses=addresses)
+        return address
+
     @property
     def pids(self) -> list[int]:
         """Of the shards, in order, and last the controller."""

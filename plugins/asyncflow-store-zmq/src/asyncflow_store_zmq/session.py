@@ -115,6 +115,10 @@ class Session:
         self.policies = frozenset(policies)
         self._memory = SharedMemory(paths) if self._local else FrameMemory()
 
+    def find_shards(self) -> Steps:
+        """Learn of shards that were added."""
+        _, self.shard_addresses, _ = yield Call("store.hello", [])
+
     def close(self) -> None:
         """Give the memory back."""
         if self._memory is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
-from asyncflow_core.errors import AsyncFlowError, PeerLostError, ServiceClosedError
+from asyncflow_core.errors import AsyncFlowError, ConfigError, PeerLostError, ServiceClosedError
 from asyncflow_core.services.data_store import (
     CommitResult,
     DataStore,
@@ -82,8 +82,12 @@ class ZmqDataStore(DataStore):
         self._session = session
         await self._run(session.hello())
         if not session.local:
-            shards = [await self._connect(address) for address in session.shard_addresses]
-            self._clients[:0] = shards
+            await self._connect_shards()
+
+    async def _connect_shards(self) -> None:
+        """Those not yet connected; the controller stays last."""
+        for address in self._opened.shard_addresses[len(self._clients) - 1 :]:
+            self._clients.insert(-1, await self._connect(address))
 
     async def _connect(self, address: str) -> Client:
         client = Client(address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S)
@@ -101,6 +105,13 @@ class ZmqDataStore(DataStore):
         if self.processes is not None:
             await self.processes.aclose()
             self.processes = None
+
+    async def add_shard(self) -> None:
+        """One more process with memory; for who started the store."""
+        if self.processes is None:
+            raise ConfigError("a shard is added by who started the store; this is a client of it")
+        address = await self.processes.add_shard()
+        await self._call(Call("store.add_shard", [address]), Any)
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which another process reaches this store."""
@@ -122,6 +133,9 @@ class ZmqDataStore(DataStore):
 
     async def _call(self, call: Call, returns: Any) -> Any:
         timeout_s = None if call.wait_s is None else call.wait_s + _TIMEOUT_S
+        if call.shard >= len(self._clients) - 1:  # added meanwhile
+            await self._run(self._opened.find_shards())
+            await self._connect_shards()
         return await self._clients[call.shard].call(
             call.method, {"m": call.arguments}, returns=returns, timeout_s=timeout_s
         )
