@@ -66,15 +66,20 @@ _KNOWN = {
     "rollout.transformers": "asyncflow-transformers",
     "tokenizer.huggingface": "asyncflow-transformers",
     "trainer.hzp": "asyncflow-hzp",
+    "data_store.zmq": "asyncflow-store-zmq",
     "weight_sync.host": "asyncflow-weights-host",
+    "weight_sync.zmq": "asyncflow-weights-host",
+    "weight_sync.disk": "asyncflow-weights-host",
+    "weight_sync.collective": "asyncflow-weights-collective",
     "loss.ppo_clip": "asyncflow-algorithms",
+    "loss.tis": "asyncflow-algorithms",
     "stage.grpo": "asyncflow-algorithms",
     "stage.exact_match": "asyncflow-rewards",
     "stage.reasoning_gym": "asyncflow-rewards",
     "prompts.reasoning_gym": "asyncflow-rewards",
 }
-"""Where the project's own plugins live, for the pip line in an error; only what is published, so
-that an error never sends anyone to a name that somebody else may claim."""
+"""Where the project's own plugins live, for the pip line in an error; only what exists in this
+tree, so that an error never sends anyone to a name that somebody else may claim."""
 
 
 class NoOptions(BaseModel):

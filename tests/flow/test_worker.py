@@ -160,7 +160,7 @@ async def test_worker_failed_commit_ends_it_and_gives_rows_back(store, put, star
 
     worker = await start(SCORE, work)
     await put(2)
-    with pytest.raises(ValueError, match="score"):
+    with pytest.raises(DataError, match="^w: .*score"):  # says whose columns they were
         await worker.running
     assert (await store.stats()).tasks["score"].ready == 2
 
