@@ -80,7 +80,7 @@ async def _switches(rollout: Any, folder: Path) -> dict[str, float]:
         assert staged.checksum == manifest(version).checksum
         before = len(spans["step"])
         await rollout.commit_weights(version, SwitchMode.IN_FLIGHT)
-        while len(spans["step"]) < before + 3 and not running.done():
+        while len(spans["step"]) < before + 3 and not running.done():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

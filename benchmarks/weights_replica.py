@@ -123,7 +123,7 @@ async def replicas(
         found = []
         for _ in range(count):
             address = f"ipc://{run_dir}/r{secrets.token_hex(3)}"
-            child = subprocess.Popen(
+            child = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
                 [sys.executable, __file__, address, plugin, repr(options), str(run_dir)]
             )
             stack.callback(child.wait)

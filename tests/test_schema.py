@@ -22,7 +22,7 @@ def ragged(first, second, dtype=np.float32):
         ("reward", Column.dense([[1], [2]], np.float32), "'reward' holds numbers, got arrays of"),
         ("reward", Column.dense([1, 2], np.float64), "'reward' must be float32, got float64"),
         ("reward", Column.objects([1.0, 2.0]), "'reward' must be dense, got object"),
-        ("response_ids", ragged([1], [-2], np.int32), "row 0/0/7/1: column 'response_ids' holds -2"),
+        ("response_ids", ragged([1], [-2], np.int32), "0/0/7/1: column 'response_ids' holds -2"),
         ("prompt_ids", ragged([[1]], [[2]], np.int32), "'prompt_ids' holds numbers, got arrays"),
         ("advantages", ragged([1], [2]), "row 0/0/7/1: column 'advantages' has 1 entries, but"),
         ("advantages", ragged([[1]], [[1], [2]]), "'advantages' holds numbers, got arrays of (1,)"),
@@ -30,7 +30,7 @@ def ragged(first, second, dtype=np.float32):
         ("versions", ragged([1], [2], np.int32), "'versions' must have shape [runs, 2]"),
         ("versions", ragged([[0, 1]], [[0, 3]], np.int32), "'versions' counts 3 tokens, but"),
         ("versions", ragged([[0, 1]], [[-1, 2]], np.int32), "has the run [-1, 2]; a run is"),
-        ("finish_reason", Column.objects(["stop", 3]), "row 0/0/7/1: column 'finish_reason' holds 3"),
+        ("finish_reason", Column.objects(["stop", 3]), "0/0/7/1: column 'finish_reason' holds 3"),
     ],
 )
 def test_validate_column_against_the_schema_is_named(name, column, expected):

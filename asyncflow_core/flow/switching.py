@@ -110,12 +110,15 @@ class Switching:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
+                # Whatever is needed is looked up now: the replica may leave before its task begins.
                 case Stage(replica, version, call, life):
-                    self._spawn(self._stage(replica, self._published[life, version], call))
+                    control, weights = self._replicas[replica], self._published[life, version]
+                    self._spawn(self._stage(replica, control, weights, call))
                 case Commit(replica, version, call):
-                    self._spawn(self._commit(replica, version, call))
+                    self._spawn(self._commit(replica, self._replicas[replica], version, call))
                 case Compare(replica, version, call, life):
-                    self._spawn(self._compare(replica, self._published[life, version], call))
+                    control, weights = self._replicas[replica], self._published[life, version]
+                    self._spawn(self._compare(replica, control, weights, call))
                 case Retire(version, life):
                     self._published.pop((life, version), None)
                     self._spawn(self._trainer.retire(version, life))
@@ -127,9 +130,11 @@ class Switching:
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         self._group.create_task(call)
 
-    async def _stage(self, replica: str, published: PublishedWeights, call: int) -> None:
+    async def _stage(
+        self, replica: str, control: RolloutControl, published: PublishedWeights, call: int
+    ) -> None:
         try:
-            staged = await self._replicas[replica].stage(published)
+            staged = await control.stage(published)
         except AsyncFlowError as error:
             self._failed(replica, call, error)
             return
@@ -140,19 +145,21 @@ class Switching:
             )
         self._carry_out(self._protocol.staged(replica, call, staged.checksum, time.monotonic()))
 
-    async def _commit(self, replica: str, version: int, call: int) -> None:
+    async def _commit(self, replica: str, control: RolloutControl, version: int, call: int) -> None:
         start = time.perf_counter()
         try:
-            await self._replicas[replica].commit(version, self._mode)
+            await control.commit(version, self._mode)
         except AsyncFlowError as error:
             self._failed(replica, call, error)
             return
         self.commit_s = time.perf_counter() - start
         self._carry_out(self._protocol.committed(replica, call, time.monotonic()))
 
-    async def _compare(self, replica: str, published: PublishedWeights, call: int) -> None:
+    async def _compare(
+        self, replica: str, control: RolloutControl, published: PublishedWeights, call: int
+    ) -> None:
         try:
-            difference = await self._replicas[replica].compare(published)
+            difference = await control.compare(published)
         except AsyncFlowError as error:
             self._failed(replica, call, error)
             return

@@ -82,7 +82,7 @@ def test_folder_existing_file_in_its_place_is_moved_aside(config, tmp_path):
 
 def test_folder_of_a_run_that_goes_on_is_refused_until_it_ends(folder, config, tmp_path):
     folder.append("metrics.jsonl", [{"run": 0}])
-    with pytest.raises(ConfigError, match="name: a run is going on in .*/runs/mine'"):
+    with pytest.raises(ConfigError, match=r"name: a run is going on in .*/runs/mine'"):
         RunFolder(config)
     assert (folder.path / "metrics.jsonl").exists()
     folder.close()

@@ -201,9 +201,7 @@ async def test_rollout_work_engine_that_breaks_its_contract_is_told_how(
 ):
     lease, batch = await leased(store, put, ROLLOUT, 4)
     with pytest.raises(error) as found:
-        await asyncio.wait_for(
-            parts_of(rollout_work(Wrong(change), SAMPLING, 0), lease, batch), 10
-        )
+        await asyncio.wait_for(parts_of(rollout_work(Wrong(change), SAMPLING, 0), lease, batch), 10)
     assert expected in str(found.value)
 
 

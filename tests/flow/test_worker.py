@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncflow_core.batch import Batch, Column, Key
-from asyncflow_core.errors import EngineError
+from asyncflow_core.errors import DataError, EngineError
 from asyncflow_core.flow.worker import LeaseKeeper, Part, Worker, first_failure, read_rows
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import Order, TaskSpec
@@ -160,7 +160,7 @@ async def test_worker_failed_commit_ends_it_and_gives_rows_back(store, put, star
 
     worker = await start(SCORE, work)
     await put(2)
-    with pytest.raises(DataError, match="^w: .*score"):  # says whose columns they were
+    with pytest.raises(DataError, match=r"^w: .*score"):  # says whose columns they were
         await worker.running
     assert (await store.stats()).tasks["score"].ready == 2
 

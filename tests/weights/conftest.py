@@ -52,7 +52,9 @@ class Process:
         self.role, self.number = role, number
         self.address = f"ipc://{run_dir}/{role}-{number}"
         arguments = [self.address, role, transport, repr(options), str(run_dir)]
-        self.child = subprocess.Popen([sys.executable, str(HERE / "process.py"), *arguments])
+        self.child = subprocess.Popen(
+            [sys.executable, str(HERE / "process.py"), *arguments], stdin=subprocess.PIPE
+        )
         self.client = None
 
     async def connect(self):
@@ -72,6 +74,7 @@ class Process:
         self.child.send_signal(signal.SIGCONT)
         self.child.kill()
         self.child.wait()
+        self.child.stdin.close()
 
 
 class Cluster:
@@ -90,7 +93,8 @@ class Cluster:
         return await made.connect()
 
     async def publish(self, version, life=0):
-        weights = await self.trainer.control.publish(version, life)
+        async with asyncio.timeout(LIMIT_S):
+            weights = await self.trainer.control.publish(version, life)
         self.switching.published(weights)
         return weights
 

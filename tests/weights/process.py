@@ -11,6 +11,7 @@ import asyncio
 import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -157,5 +158,12 @@ async def main(address, role, transport, options, run_dir):
             await asyncio.Event().wait()
 
 
+def end_with_the_test():
+    """Standard input ends with the process that started this one, however it ends."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_the_test, daemon=True).start()
     asyncio.run(main(*sys.argv[1:]))
