@@ -28,6 +28,7 @@ from asyncflow_core.services.rollout import (
     RolloutCapabilities,
     SamplingParams,
     SupportsPause,
+    SupportsReadback,
     SwitchMode,
 )
 from asyncflow_core.services.weight_sync import Bucket, WeightSource
@@ -395,3 +396,23 @@ class RolloutTests:
         stats = await service.stats()
         assert stats.tokens_kept > 0
         assert stats.tokens_lost == 0
+
+    async def test_read_weights_are_those_that_serve(
+        self, service: Rollout, buckets: MakeBuckets, capabilities: RolloutCapabilities
+    ) -> None:
+        """RO-21."""
+        requires(capabilities.readback, "readback")
+        assert isinstance(service, SupportsReadback)
+        await self.switch(service, buckets(1), 1, SwitchMode.DRAIN)
+        await service.stage_weights(self.source(buckets(2), 2))
+        for bucket in buckets(1):
+            wanted = list(reversed(bucket.specs))
+            found = [
+                (spec.name, spec.dtype, spec.shape, served.tensor_bytes(spec).tobytes())
+                async for served in service.read_weights(wanted)
+                for spec in served.specs
+            ]
+            assert found == [
+                (spec.name, spec.dtype, spec.shape, bucket.tensor_bytes(spec).tobytes())
+                for spec in wanted
+            ]

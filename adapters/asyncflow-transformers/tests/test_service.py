@@ -208,8 +208,14 @@ async def test_files_are_taken_in_and_damage_to_them_is_seen(service, model_dir,
 async def test_broadcast_nobody_can_join_is_an_error_by_its_deadline(service, model_dir):
     manifest = manifest_of(make_buckets(versioned_model(model_dir, 1)), 1)
     how = {
-        "backend": "gloo", "host": "127.0.0.1", "port": 1, "group": "g",
-        "rank": 1, "world_size": 2, "timeout_s": 0.2, "buckets": [[4, [[0, 0]]]],
+        "backend": "gloo",
+        "host": "127.0.0.1",
+        "port": 1,
+        "group": "g",
+        "rank": 1,
+        "world_size": 2,
+        "timeout_s": 0.2,
+        "buckets": [[4, [[0, 0]]]],
     }
     with pytest.raises(EngineError, match="cannot take weights in"):
         await service.stage_weights(WeightSource(manifest, collective=how))
