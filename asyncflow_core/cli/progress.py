@@ -87,7 +87,7 @@ class Progress:
         print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})")
         if summary.eval_before is not None and summary.eval_after is not None:
             print(
-                f"held-out score: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
+                f"held-out exact match: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
             )
 
 

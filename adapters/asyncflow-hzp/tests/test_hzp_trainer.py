@@ -288,6 +288,8 @@ def test_schedule_warms_up_and_ends_at_zero():
     options = HzpOptions(model="m", lr=1.0, warmup_updates=4, schedule="linear", total_updates=8)
     rates = [learning_rate(options, update) for update in range(9)]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    short = HzpOptions(model="m", lr=1.0, warmup_updates=4, schedule="linear", total_updates=2)
+    assert [learning_rate(short, n) for n in range(2)] == [0.25, 0.5]  # it only climbs
     cosine = HzpOptions(model="m", lr=1.0, schedule="cosine", total_updates=4)
     assert [round(learning_rate(cosine, u), 3) for u in (0, 2, 4, 9)] == [1.0, 0.5, 0.0, 0.0]
 

@@ -63,6 +63,18 @@ async def test_four_replicas_trainer_sends_each_byte_once(make):
         assert received == [published.manifest.nbytes] * 4
 
 
+async def test_parts_of_two_publishers_come_side_by_side_version_after_version(make):
+    sides = [make(delta=True), make(delta=True)]
+    async with sides[0], sides[1], make(delta=True) as replica:
+        for version in range(3):
+            for side in sides:
+                published = await put(side, version)
+                assert await receive(replica, published) == published.manifest.checksum
+                await side.retire(version - 1)
+        moved = (await replica.stats()).bytes_received
+        assert moved < 2.1 * published.manifest.nbytes
+
+
 async def test_version_fetched_again_comes_anew_from_the_trainer(make):
     async with make() as trainer, make() as replica:
         published = await put(trainer, 1)
@@ -121,7 +133,7 @@ async def test_delta_replica_that_missed_a_version_gets_the_next_whole(make):
 async def test_delta_on_a_damaged_base_is_refused_and_the_version_comes_whole(make, caplog):
     async with make(delta=True) as trainer, make(delta=True) as replica:
         await receive(replica, await put(trainer, 0))
-        replica._base.buckets[0].data[77] ^= 1
+        next(iter(replica._bases.values())).buckets[0].data[77] ^= 1
         published = await put(trainer, 1)
         assert await receive(replica, published) == published.manifest.checksum
         assert "another checksum" in caplog.text
@@ -165,11 +177,10 @@ async def test_stranger_without_the_token_gets_no_answer(make):
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.connect(published.locator["address"])
-            content = Content(1, 0, False)
             for message in (
-                Header(Op.GET, b"x" * 16, content).pack(),
+                Header(Op.GET, Content(b"x" * 16, 1, 0, False)).pack(),
                 b"nonsense",
-                Header(Op.HAS, published.locator["token"], content).pack(),
+                Header(Op.HAS, Content(published.locator["token"], 1, 0, False)).pack(),
             ):
                 socket.send_multipart([message, b""])
             assert socket.poll(2000)

@@ -16,7 +16,8 @@ def learning_rate(options: HzpOptions, updates: int) -> float:
         return options.lr * (updates + 1) / warmup
     if options.schedule == "constant" or options.total_updates is None:
         return options.lr
-    done = min((updates - warmup) / (options.total_updates - warmup), 1.0)
+    falling = max(options.total_updates - warmup, 1)
+    done = min((updates - warmup) / falling, 1.0)
     if options.schedule == "linear":
         return options.lr * (1.0 - done)
     return options.lr * 0.5 * (1.0 + math.cos(math.pi * done))

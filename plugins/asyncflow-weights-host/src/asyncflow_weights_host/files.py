@@ -258,6 +258,14 @@ class Mappings:
         weakref.finalize(array, os.close, lock)
         return array
 
+    def knows(self, path: Path) -> bool:
+        """Whether a file is mapped already, so that `view` takes no time."""
+        try:
+            state = path.stat()
+        except OSError:
+            return False
+        return (state.st_dev, state.st_ino) in self._known
+
     def _mapped(self, path: Path, inode: tuple[int, int], nbytes: int) -> mmap.mmap:
         known = self._known.get(inode)
         if known is not None and len(known.memory) == nbytes:

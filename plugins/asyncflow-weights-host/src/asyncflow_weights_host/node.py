@@ -20,7 +20,7 @@ import zmq
 
 from asyncflow_weights_host.held import Held
 from asyncflow_weights_host.protocol import Content, Header, Op
-from asyncflow_weights_host.sockets import Sockets
+from asyncflow_weights_host.sockets import Keys, Sockets
 
 __all__ = ["Node", "Origin"]
 
@@ -32,10 +32,11 @@ _TICK_MS = 200
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a version was published: the address of its node, and the secret to ask with."""
+    """Who published a version: the address of its node, the secret and the keys to ask with."""
 
     address: str
     token: bytes
+    keys: Keys
 
 
 @dataclass(slots=True, eq=False)
@@ -78,19 +79,18 @@ class _Chain:
 class Node(threading.Thread):
     """Owns all sockets, on its own thread. Public methods may be called from any."""
 
-    def __init__(self, sockets: Sockets, address: str, token: bytes, *, stall_s: float) -> None:
+    def __init__(self, sockets: Sockets, address: str, *, stall_s: float) -> None:
         """Bind; `start` answers.
 
         Args:
             sockets: that it takes over.
             address: to bind.
-            token: that others must show.
             stall_s: silence after which a parent is given up.
         """
         super().__init__(name="weights-node", daemon=True)
         self._sockets = sockets
         self._router, self.address = sockets.server(address)
-        self._token = token
+        self._tokens: set[bytes] = set()
         self._stall_s = stall_s
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake = os.eventfd(0)
@@ -102,6 +102,11 @@ class Node(threading.Thread):
         self._running = True
         self.bytes_sent = 0
         self.bytes_received = 0
+
+    def trust(self, origin: Origin) -> None:
+        """Answer those who show a publisher's secret, and come with its keys."""
+        self._sockets.admit(origin.keys)
+        self._tokens.add(origin.token)
 
     def hold(self, content: Content, held: Held) -> None:
         """Serve what was published here."""
@@ -125,9 +130,9 @@ class Node(threading.Thread):
 
     def has(self, content: Content, origin: Origin, timeout_s: float) -> bool | None:
         """Ask a publisher whether it holds a version; None without an answer. Blocks."""
-        socket = self._sockets.client(origin.address)
+        socket = self._sockets.client(origin.address, origin.keys)
         try:
-            socket.send_multipart([Header(Op.HAS, origin.token, content).pack(), b""])
+            socket.send_multipart([Header(Op.HAS, content).pack(), b""])
             if not socket.poll(int(timeout_s * 1000)):
                 return None
             header = Header.unpack(socket.recv_multipart()[0])
@@ -185,7 +190,7 @@ class Node(threading.Thread):
         while _has_message(self._router):
             peer, raw, *rest = self._router.recv_multipart()
             header = Header.unpack(raw)
-            if header is None or not hmac.compare_digest(header.token, self._token):
+            if header is None or not self._is_trusted(header.content.origin):
                 continue  # a stranger: no state, no answer
             who = rest[0].decode("utf-8", "replace") if rest else ""
             if header.op is Op.GET:
@@ -193,14 +198,17 @@ class Node(threading.Thread):
             elif header.op in (Op.JOIN, Op.LOST, Op.HAS):
                 self._assign(peer, header, who)
 
+    def _is_trusted(self, token: bytes) -> bool:
+        return any(hmac.compare_digest(token, known) for known in self._tokens)
+
     def _answer(self, peer: bytes, content: Content, chunk: int) -> None:
         """Send a chunk now or once it is there, or say that it is gone."""
         held = self._held.get(content)
         if held is None or held.failed or chunk >= held.chunks:
-            self._send(peer, Header(Op.GONE, self._token, content, chunk))
+            self._send(peer, Header(Op.GONE, content, chunk))
         elif chunk < held.landed:
             data = held.chunk(chunk)
-            if self._send(peer, Header(Op.CHUNK, self._token, content, chunk), data):
+            if self._send(peer, Header(Op.CHUNK, content, chunk), data):
                 self.bytes_sent += len(data)
         else:
             parked = self._parked.setdefault(content, [])
@@ -210,14 +218,14 @@ class Node(threading.Thread):
     def _assign(self, peer: bytes, header: Header, who: str) -> None:
         chain = self._chains.get(header.content)
         if chain is None:
-            self._send(peer, Header(Op.GONE, self._token, header.content))
+            self._send(peer, Header(Op.GONE, header.content))
             return
         parent = ""
         if header.op is Op.JOIN:
             parent = chain.join(who)
         elif header.op is Op.LOST:
             chain.lose(who)
-        self._send(peer, Header(Op.PARENT, self._token, header.content), parent.encode())
+        self._send(peer, Header(Op.PARENT, header.content), parent.encode())
 
     def _send(self, peer: bytes, header: Header, data: Any = b"") -> bool:
         try:
@@ -245,7 +253,7 @@ class Node(threading.Thread):
         self._disconnect(pull)
         pull.parent, pull.asked = address, pull.held.landed
         pull.heard_at = time.monotonic()
-        pull.socket = self._sockets.client(address)
+        pull.socket = self._sockets.client(address, pull.origin.keys)
         self._poller.register(pull.socket, zmq.POLLIN)
 
     def _disconnect(self, pull: _Pull) -> None:
@@ -256,7 +264,7 @@ class Node(threading.Thread):
 
     def _ask(self, pull: _Pull, op: Op, what: bytes = b"", chunk: int = 0) -> None:
         assert pull.socket is not None
-        header = Header(op, pull.origin.token, pull.content, chunk)
+        header = Header(op, pull.content, chunk)
         pull.socket.send_multipart([header.pack(), what])
 
     def _receive(self, pull: _Pull) -> None:

@@ -33,8 +33,12 @@ class Op(IntEnum):
 
 
 class Content(NamedTuple):
-    """What is moved: a version of a life, or the delta to it from the version before."""
+    """What is moved: a version of a life, or the delta to it from the version before.
 
+    `origin` is the secret of its publisher: whoever has a locator of it has that.
+    """
+
+    origin: bytes
     version: int
     life: int
     is_delta: bool
@@ -46,27 +50,24 @@ class Header:
 
     Attributes:
         op: what it says.
-        token: secret of the publisher; whoever has its locator has it.
-        content: what it is about.
+        content: what it is about; shows the publisher's secret.
         chunk: number of a chunk, else 0.
     """
 
     op: Op
-    token: bytes
     content: Content
     chunk: int = 0
 
     def pack(self) -> bytes:
         """As bytes."""
-        version, life, is_delta = self.content
-        return _HEADER.pack(self.op, self.token, version, life, is_delta, self.chunk)
+        return _HEADER.pack(self.op, *self.content, self.chunk)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Header | None:
         """From bytes; None if it is none."""
         if len(raw) != _HEADER.size:
             return None
-        op, token, version, life, is_delta, chunk = _HEADER.unpack(raw)
+        op, origin, version, life, is_delta, chunk = _HEADER.unpack(raw)
         if op not in Op._value2member_map_ or is_delta > 1:
             return None
-        return cls(Op(op), token, Content(version, life, bool(is_delta)), chunk)
+        return cls(Op(op), Content(origin, version, life, bool(is_delta)), chunk)

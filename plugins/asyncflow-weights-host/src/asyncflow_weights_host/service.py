@@ -155,6 +155,8 @@ class HostWeightSync(VersionedWeightSync):
 
     async def _map(self, published: PublishedWeights, locator: Locator) -> NDArray[np.uint8]:
         try:
+            if self._mappings.knows(Path(locator.path)):
+                return self._mappings.view(Path(locator.path), locator.nbytes)
             return await in_thread(self._mappings.view, Path(locator.path), locator.nbytes)
         except (OSError, ValueError) as error:
             raise self._error(

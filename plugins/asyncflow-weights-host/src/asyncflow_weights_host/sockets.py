@@ -50,17 +50,21 @@ def is_private(address: str) -> bool:
 class Sockets:
     """The sockets of one node, in a context of their own.
 
-    An address that leaves this machine is served with CURVE, and `client` is the only key let in.
-    It goes with the locators, over the control plane: whoever may fetch has it. Such an address is
-    written `tcp://HOST:PORT|PUBLIC`.
+    An address that leaves this machine is served with CURVE, and only admitted keys are let in.
+    A publisher's goes with its locators, over the control plane: whoever may fetch has it. Such an
+    address is written `tcp://HOST:PORT|PUBLIC`.
     """
 
-    def __init__(self, client: Keys) -> None:
+    def __init__(self) -> None:
         """Make the context."""
         _keep_message_memory()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._client = client
+        self._admitted = _Admitted()
         self._authenticator: ThreadAuthenticator | None = None
+
+    def admit(self, keys: Keys) -> None:
+        """Let clients with these keys in."""
+        self._admitted.keys.add(keys.public)
 
     def server(self, address: str) -> tuple[zmq.Socket[bytes], str]:
         """A bound ROUTER, and the address under which others reach it."""
@@ -81,13 +85,13 @@ class Sockets:
         keys = Keys.new()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_Only(self._client))
+        self._authenticator.configure_curve_callback(credentials_provider=self._admitted)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         return f"|{keys.public.decode()}"
 
-    def client(self, address: str) -> zmq.Socket[bytes]:
-        """A DEALER that connects."""
+    def client(self, address: str, keys: Keys) -> zmq.Socket[bytes]:
+        """A DEALER that connects; `keys` are used where the way is encrypted."""
         address, _, public = address.partition("|")
         if not is_private(address) and not public:
             raise ConfigError(f"the address {address!r} leaves this machine without a key")
@@ -97,8 +101,8 @@ class Sockets:
         socket.linger = 0
         if public:
             socket.curve_serverkey = public.encode()
-            socket.curve_publickey = self._client.public
-            socket.curve_secretkey = self._client.secret
+            socket.curve_publickey = keys.public
+            socket.curve_secretkey = keys.secret
         socket.connect(address)
         return socket
 
@@ -122,13 +126,13 @@ def _keep_message_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
-class _Only:
-    """Lets one public key in."""
+class _Admitted:
+    """The public keys that are let in."""
 
-    def __init__(self, keys: Keys) -> None:
-        self._public = keys.public
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client may connect."""
         del domain
-        return key == self._public
+        return key in self.keys

@@ -38,7 +38,6 @@ class ZmqLocator:
     Attributes:
         host, boot_id: the publisher's machine.
         origin: its node.
-        client: key pair to connect with, where the way is encrypted.
         buckets: sizes and tensors.
         delta: from the version before, if there is one.
     """
@@ -46,7 +45,6 @@ class ZmqLocator:
     host: str
     boot_id: str
     origin: Origin
-    client: Keys
     buckets: tuple[BucketPlace, ...]
     delta: DeltaOffer | None
 
@@ -58,7 +56,7 @@ class ZmqLocator:
             "boot_id": self.boot_id,
             "address": self.origin.address,
             "token": self.origin.token,
-            "client": [self.client.public, self.client.secret],
+            "client": [self.origin.keys.public, self.origin.keys.secret],
             "buckets": places_to_plain(self.buckets),
             "delta": offer and [offer.version, offer.life, offer.checksum, list(offer.sizes)],
         }
@@ -76,8 +74,11 @@ class ZmqLocator:
             made = cls(
                 str(fields["host"]),
                 str(fields["boot_id"]),
-                Origin(str(fields["address"]), bytes(fields["token"])),
-                Keys(bytes(public), bytes(secret)),
+                Origin(
+                    str(fields["address"]),
+                    bytes(fields["token"]),
+                    Keys(bytes(public), bytes(secret)),
+                ),
                 places_of(fields["buckets"]),
                 offer,
             )

@@ -76,7 +76,7 @@ class ZmqWeightSync(VersionedWeightSync):
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._client = Keys.new()
         self._node: Node | None = None
-        self._base: _Base | None = None
+        self._bases: dict[bytes, _Base] = {}
         self._pulled: dict[Content, None] = {}
         self._pool = Pool()
 
@@ -108,27 +108,29 @@ class ZmqWeightSync(VersionedWeightSync):
     async def aclose(self) -> None:
         """Close all sockets and free everything; what others still pull from here fails."""
         self._closed()
-        node, self._node, self._base = self._node, None, None
+        node, self._node = self._node, None
+        self._bases.clear()
         self._pulled.clear()
         if node is not None:
             await in_thread(node.stop)
 
-    def _running(self, token: bytes, client: Keys) -> Node:
-        """The node; one that belongs to another publisher's life is replaced."""
-        if self._node is None or token != self._token:
-            if self._node is not None:
-                self._node.stop()
-            self._token, self._client = token, client
-            sockets = Sockets(client)
-            stall_s = self._options.stall_s
-            self._node = Node(sockets, self._listen_address(), token, stall_s=stall_s)
+    def _running(self) -> Node:
+        if self._node is None:
+            self._node = Node(Sockets(), self._listen_address(), stall_s=self._options.stall_s)
             self._node.start()
         return self._node
+
+    def _trusting(self, locator: ZmqLocator) -> Node:
+        node = self._running()
+        node.trust(locator.origin)
+        return node
 
     async def _take(
         self, version: int, life: int, buckets: AsyncIterator[Bucket]
     ) -> PublishedWeights:
-        node = self._running(self._token, self._client)
+        node = self._running()
+        origin = Origin(node.address, self._token, self._client)
+        node.trust(origin)
         builder, taken = ManifestBuilder(version, life), []
         async for bucket in buckets:
             data = self._pool.take(len(bucket.data))
@@ -141,31 +143,30 @@ class ZmqWeightSync(VersionedWeightSync):
         manifest = builder.build()
         offer = await self._hold_delta(node, manifest, taken) if self._options.delta else None
         self._check_open()
-        node.hold(Content(version, life, False), Held.whole([b.data for b in taken]))
-        locator = ZmqLocator(
-            *here(), Origin(node.address, self._token), self._client, places_in(taken), offer
-        )
+        node.hold(Content(self._token, version, life, False), Held.whole([b.data for b in taken]))
+        locator = ZmqLocator(*here(), origin, places_in(taken), offer)
         return PublishedWeights(manifest, "zmq", locator.to_dict())
 
     async def _hold_delta(
         self, node: Node, manifest: WeightManifest, taken: Sequence[Bucket]
     ) -> DeltaOffer | None:
         """Make the delta from the version before, where there is one of the same shape."""
-        base, self._base = self._base, _Base(manifest, taken)
+        base = self._bases.pop(self._token, None)
+        self._bases[self._token] = _Base(manifest, taken)
         if base is None or not base.fits(taken):
             return None
         encoded = [
             await in_thread(delta.encode, old.data, new.data, new.specs)
             for old, new in zip(base.buckets, taken, strict=True)
         ]
-        node.hold(Content(manifest.version, manifest.life, True), Held.whole(encoded))
+        node.hold(Content(self._token, manifest.version, manifest.life, True), Held.whole(encoded))
         sizes = tuple(len(part) for part in encoded)
         return DeltaOffer(base.manifest.version, base.manifest.life, base.manifest.checksum, sizes)
 
     async def _drop(self, key: tuple[int, int]) -> None:
         if self._node is not None:
             for is_delta in (False, True):
-                self._node.drop(Content(*key, is_delta))
+                self._node.drop(Content(self._token, *key, is_delta))
 
     async def attach(self, replica: str, published: PublishedWeights) -> None:
         """Ask the publisher whether it holds the version.
@@ -182,9 +183,9 @@ class ZmqWeightSync(VersionedWeightSync):
                 f"replica {replica!r} runs on host {name!r}, the weights are offered on host "
                 f"{locator.host!r} only; let the option 'listen' name an interface"
             )
-        node = self._running(locator.origin.token, locator.client)
+        node = self._trusting(locator)
         manifest = published.manifest
-        content = Content(manifest.version, manifest.life, False)
+        content = Content(locator.origin.token, manifest.version, manifest.life, False)
         has = await in_thread(node.has, content, locator.origin, self._options.stall_s)
         if not has:
             why = "its publisher does not answer" if has is None else "it is retired"
@@ -200,19 +201,20 @@ class ZmqWeightSync(VersionedWeightSync):
         """
         self._check_open()
         locator = ZmqLocator.of(published)
-        node = self._running(locator.origin.token, locator.client)
+        node = self._trusting(locator)
         return WeightSource(published.manifest, self._buckets(node, published.manifest, locator))
 
     async def _buckets(
         self, node: Node, manifest: WeightManifest, locator: ZmqLocator
     ) -> AsyncIterator[Bucket]:
         specs = [place.specs(manifest.tensors) for place in locator.buckets]
-        full = Content(manifest.version, manifest.life, False)
+        origin = locator.origin.token
+        full = Content(origin, manifest.version, manifest.life, False)
         again = full in self._pulled
         await self._forget_others(node, full)
         updated = None if again else await self._from_delta(node, manifest, locator, specs)
         if updated is not None:
-            self._base = _Base(manifest, updated)
+            self._bases[origin] = _Base(manifest, updated)
             for bucket in updated:
                 self._fetched += sum(spec.nbytes for spec in bucket.specs)
                 yield bucket
@@ -226,15 +228,18 @@ class ZmqWeightSync(VersionedWeightSync):
             self._fetched += sum(spec.nbytes for spec in here_specs)
             yield taken[-1]
         if self._options.delta and await in_thread(_checksum, taken) == manifest.checksum:
-            self._base = _Base(manifest, taken)
+            self._bases[origin] = _Base(manifest, taken)
 
     async def _forget_others(self, node: Node, content: Content) -> None:
         """Keep the version before too, which others may still pull from here."""
         self._pulled.pop(content, None)
         self._pulled[content] = None
-        while len(self._pulled) > 2:
-            old = next(iter(self._pulled))
+        same = [known for known in self._pulled if known.origin == content.origin]
+        past = [known for known in self._pulled if known.life < content.life]
+        for old in {*same[:-2], *past}:
             del self._pulled[old]
+            if old in past:
+                self._bases.pop(old.origin, None)
             node.drop(old)
             node.drop(old._replace(is_delta=True))
         await in_thread(node.settle)  # its memory can be used again from here on
@@ -247,13 +252,14 @@ class ZmqWeightSync(VersionedWeightSync):
         specs: Sequence[tuple[TensorSpec, ...]],
     ) -> list[Bucket] | None:
         """The new version from the one that is here; None if it must come whole."""
-        offer, base = locator.delta, self._base
+        origin = locator.origin.token
+        offer, base = locator.delta, self._bases.get(origin)
         if offer is None or base is None:
             return None
         ours = (base.manifest.version, base.manifest.life, base.manifest.checksum)
         if ours != (offer.version, offer.life, offer.checksum):
             return None
-        content = Content(manifest.version, manifest.life, True)
+        content = Content(origin, manifest.version, manifest.life, True)
         room = [np.empty(size, np.uint8) for size in offer.sizes]
         pull = _Landing(node, content, room, locator.origin)
         made = []
@@ -266,7 +272,7 @@ class ZmqWeightSync(VersionedWeightSync):
                 raise DataError("the result has another checksum")
         except DataError as error:
             _log.warning("delta to version %d is of no use: %s", manifest.version, error)
-            self._base = None
+            self._bases.pop(origin, None)
             return None
         return made
 
