@@ -86,8 +86,11 @@ class Progress:
         model = ", model/" if (folder / "model").exists() else ""
         print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})")
         if summary.eval_before is not None and summary.eval_after is not None:
+            evaluation = self._config.evaluation
+            least = evaluation.success if evaluation else 1.0
+            what = "exact match" if least == 1.0 else f"share with reward >= {least:g}"
             print(
-                f"held-out exact match: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
+                f"held-out {what}: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
             )
 
 
