@@ -59,7 +59,7 @@ SLOW = @$(BIN)/python -m pytest -m "slow and not gpu"
 test-slow: $(VENV)/installed-dev
 	$(SLOW) tests --ignore=tests/weights
 
-# The zmq store under random kills of its processes; prints how many.
+# The zmq store under more than 200 random kills of its processes, and its contract over them.
 test-store: $(VENV)/installed-dev
 	$(SLOW) -s plugins/asyncflow-store-zmq
 
@@ -74,13 +74,6 @@ test-weights: $(VENV)/installed-dev
 # The main job, as a user starts it, and what it must have learned.
 test-demo: demo
 	@$(BIN)/python examples/spell_backward/check.py runs/demo
-
-# More than 200 kills of real processes, and the contract with the store in processes of its own.
-test-store: $(VENV)/installed-dev
-	@$(BIN)/python -m pytest -s -m slow plugins/asyncflow-store-zmq
-
-soak: $(VENV)/installed-dev
-	@$(BIN)/python benchmarks/soak.py
 
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .
