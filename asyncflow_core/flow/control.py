@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncflow_core.batch import BatchRef
+from asyncflow_core.batch import Batch, BatchRef
 from asyncflow_core.services.rollout import RolloutStats, StagedWeights, SwitchMode
 from asyncflow_core.services.trainer import ForwardBackwardInfo, LossSpec, UpdateInfo
 from asyncflow_core.services.weight_sync import PublishedWeights
@@ -102,6 +102,13 @@ class TrainerControl(StageControl):
 
 class RankControl(ABC):
     """One rank of a trainer. `order` numbers the calls: all ranks get the same, in one order."""
+
+    @abstractmethod
+    async def forward(self, order: int, rows: Sequence[BatchRef], columns: Sequence[str]) -> Batch:
+        """Read this rank's rows itself; the trainer's columns of them, in that order.
+
+        A rank without rows takes part all the same.
+        """
 
     @abstractmethod
     async def forward_backward(

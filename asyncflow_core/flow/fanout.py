@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from asyncflow_core.batch import Batch, BatchRef
 from asyncflow_core.errors import DataError, InvariantError, ServiceError
 from asyncflow_core.flow.control import RankControl
+from asyncflow_core.flow.micro_batches import split
 from asyncflow_core.metrics import Means
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.services.trainer import (
@@ -42,6 +46,11 @@ class TrainerRank(RankControl):
         self._weight_sync = weight_sync
         self._order = 0
 
+    async def forward(self, order: int, rows: Sequence[BatchRef], columns: Sequence[str]) -> Batch:
+        """Read the rows, compute their columns."""
+        self._in_order(order)
+        return await self._trainer.forward(await self._read(rows, columns))
+
     async def forward_backward(
         self,
         order: int,
@@ -53,9 +62,13 @@ class TrainerRank(RankControl):
     ) -> ForwardBackwardInfo:
         """Read the rows, add their gradient."""
         self._in_order(order)
-        parts = [await self._store.read(ref, columns) for ref in rows]
-        batch = Batch.concat(parts) if parts else Batch({}, rows=0)
+        batch = await self._read(rows, columns)
         return await self._trainer.forward_backward(batch, loss, last=last)
+
+    async def _read(self, rows: Sequence[BatchRef], columns: Sequence[str]) -> Batch:
+        """The rows, one reference after another; no rows have no columns."""
+        parts = [await self._store.read(ref, columns) for ref in rows]
+        return Batch.concat(parts) if parts else Batch({}, rows=0)
 
     async def optim_step(self, order: int) -> UpdateInfo:
         """Update."""
@@ -113,17 +126,62 @@ class TrainerRank(RankControl):
 
 
 class Ranks:
-    """All ranks as one. Calls are made one after another."""
+    """All ranks as one.
+
+    Concurrency: calls may come from several tasks; each waits for the one before it, so that all
+    ranks get them in one order.
+    """
 
     def __init__(self, first: TrainerRank, others: Sequence[RankControl] = ()) -> None:
         """Take rank 0, which lives here, and the others in their order."""
         self._ranks: tuple[RankControl, ...] = (first, *others)
         self._order = 0
+        self._turn = asyncio.Lock()
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
         return len(self._ranks)
+
+    async def forward(
+        self, refs: Sequence[BatchRef], tokens: Sequence[int], columns: Sequence[str]
+    ) -> Batch:
+        """`Trainer.forward` of rows, shared out over the ranks by their tokens.
+
+        Every rank takes part, those for whom no row is left with none: sharded parameters are
+        gathered by all.
+
+        Args:
+            refs: the rows, one reference a lease (`Lease.ref`).
+            tokens: of each row (`RowInfo.tokens`), in the order of the references.
+            columns: what each rank reads of its rows.
+
+        Returns:
+            What the trainer's `forward` returns (`logprobs`), a row for each row of `refs`, in
+            their order.
+
+        Raises:
+            InvariantError: `tokens` are not as many as rows, or a rank returned another number of
+                rows than it was given.
+            ServiceError: a rank of several failed; a single rank's error comes as it is.
+        """
+        rows = sum(len(ref.rows) for ref in refs)
+        if len(tokens) != rows:
+            raise InvariantError(f"forward of {rows} rows was given the tokens of {len(tokens)}")
+        limit = max(sum(tokens), 1)  # a trainer splits its share by itself: one round
+        (shares,) = split(tokens, ranks=self.world_size, limit_tokens=limit)
+        found = await self._all(
+            "forward",
+            lambda rank, order, number: rank.forward(order, _chosen(refs, shares[number]), columns),
+        )
+        if [part.rows for part in found] != [len(share) for share in shares]:
+            raise InvariantError(
+                f"the trainer's ranks returned {[part.rows for part in found]} rows of forward, "
+                f"given were {[len(share) for share in shares]}"
+            )
+        filled = [part for part in found if part.rows] or found[:1]
+        places = np.concatenate([np.asarray(share, np.int64) for share in shares])
+        return Batch.concat(filled).take(np.argsort(places))
 
     async def forward_backward(
         self,
@@ -195,10 +253,11 @@ class Ranks:
     async def _all(
         self, name: str, call: Callable[[RankControl, int, int], Awaitable[T]]
     ) -> list[T]:
-        order = self._next()
-        calls = [partial(call, rank, order, n) for n, rank in enumerate(self._ranks)]
-        results: list[T] = await self._together(name, calls)
-        return results
+        async with self._turn:
+            order, self._order = self._order, self._order + 1
+            calls = [partial(call, rank, order, n) for n, rank in enumerate(self._ranks)]
+            results: list[T] = await self._together(name, calls)
+            return results
 
     async def _together(self, name: str, calls: Sequence[Callable[[], Awaitable[Any]]]) -> Any:
         """All results; the first failure at once, since the others may wait for the failed rank."""
@@ -212,9 +271,18 @@ class Ranks:
             for task in tasks:
                 task.cancel()
 
-    def _next(self) -> int:
-        order, self._order = self._order, self._order + 1
-        return order
+
+def _chosen(refs: Sequence[BatchRef], indices: Sequence[int]) -> list[BatchRef]:
+    """Of the rows of all references, numbered through, those at ascending `indices`."""
+    chosen: list[BatchRef] = []
+    first = 0
+    for ref in refs:
+        end = first + len(ref.rows)
+        rows = tuple(ref.rows[index - first] for index in indices if first <= index < end)
+        if rows:
+            chosen.append(replace(ref, rows=rows))
+        first = end
+    return chosen
 
 
 async def _resumed(first: Bucket, others: AsyncIterator[Bucket]) -> AsyncIterator[Bucket]:

@@ -5,8 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
+from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey
 from asyncflow_core.errors import EngineError, InvariantError, ServiceError
 from asyncflow_core.flow.fanout import Ranks, TrainerRank
+from asyncflow_core.parts import PartContext
+from asyncflow_core.reference.data_store import MemoryDataStore, MemoryDataStoreOptions
+from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions
+from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.services.trainer import ForwardBackwardInfo, LossSpec, UpdateInfo
 from asyncflow_core.services.weight_sync import (
     Bucket,
@@ -38,6 +43,11 @@ class Trainer:
             except asyncio.CancelledError:
                 self.cancelled.append(name)
                 raise
+
+    async def forward(self, batch):
+        await self._call("forward")
+        assert not batch.rows
+        return Batch({"logprobs": Column.ragged([], np.float32)})
 
     async def forward_backward(self, batch, loss, *, last):
         await self._call("forward_backward")
@@ -162,6 +172,111 @@ async def test_ranks_single_rank_raises_its_error_as_it_is():
 async def test_ranks_different_updates_are_a_bug():
     with pytest.raises(InvariantError, match="different updates"):
         await ranks(Trainer(0), Trainer(1, weight=2.0)).optim_step()
+
+
+class Tabular(TabularTrainer):
+    """The numpy trainer; remembers the tokens it was given."""
+
+    def __init__(self):
+        options = TabularTrainerOptions(vocab_size=11, positions=3, init_scale=1.0)
+        super().__init__(options, PartContext(name="trainer-0"))
+        self.given = []
+
+    async def forward(self, batch):
+        self.given.append(sum(map(len, batch["response_ids"])) if batch.rows else 0)
+        return await super().forward(batch)
+
+
+READS = ("prompt_ids", "response_ids", "sampling")
+
+
+@pytest.fixture
+async def leases():
+    """A store, two leases of 5 rows each, and the rows as one batch in the order of the leases."""
+    async with MemoryDataStore(MemoryDataStoreOptions(), PartContext()) as store:
+        task = TaskSpec("reference", READS, ("ref_logprobs",))
+        await store.register(task)
+        rng = np.random.default_rng(5)
+        rows = Batch(
+            {
+                "prompt_ids": Column.ragged([[n] for n in range(10)], np.int32),
+                "response_ids": Column.ragged(
+                    [rng.integers(0, 11, 1 + 3 * n).astype(np.int32) for n in range(10)]
+                ),
+                "sampling": Column.objects([{"temperature": 1.0 + n} for n in range(10)]),
+            }
+        )
+        await store.put(rows, keys=[GroupKey(0, 0, n) for n in range(10)])
+        yield store, [await store.lease("reference", requester="r", limit_rows=5) for _ in "ab"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+async def test_ranks_forward_shares_rows_by_tokens_and_keeps_their_order(leases, count):
+    store, found = leases
+    # Out of order and with rows of two leases: what a caller holds need not be sorted.
+    infos = [[*found[1].rows[3:], found[1].rows[0]], list(reversed(found[0].rows))]
+    refs = [lease.ref(part) for lease, part in zip(reversed(found), infos, strict=True)]
+    tokens = [info.tokens for part in infos for info in part]
+    batch = Batch.concat([await store.read(ref, READS) for ref in refs])
+    trainers = [Tabular() for _ in range(count)]
+    for trainer in trainers:
+        await trainer.open()
+    made = [TrainerRank(trainer, store) for trainer in trainers]
+    group = Ranks(made[0], made[1:])
+    result = await group.forward(refs, tokens, READS)
+    assert all(len(trainer.given) == 1 for trainer in trainers)
+    expected = (await trainers[0].forward(batch))["logprobs"]
+    assert result["logprobs"].lengths.tolist() == expected.lengths.tolist()
+    np.testing.assert_array_equal(result["logprobs"].array, expected.array)
+    given = [trainer.given[0] for trainer in trainers]
+    longest = int(batch["response_ids"].lengths.max())
+    assert max(given) <= sum(given) / count + longest
+    assert sum(given) == len(batch["response_ids"].array)
+
+
+async def test_ranks_forward_of_no_rows_reaches_all():
+    trainers = [Trainer(n) for n in range(2)]
+    assert (await ranks(*trainers).forward([], [], READS))["logprobs"].lengths.tolist() == []
+    assert [trainer.calls for trainer in trainers] == [["forward"]] * 2
+
+
+async def test_ranks_forward_from_several_tasks_goes_in_one_order(leases):
+    store, found = leases
+    trainers = [Tabular() for _ in range(2)]
+    for trainer in trainers:
+        await trainer.open()
+    group = Ranks(TrainerRank(trainers[0], store), [TrainerRank(trainers[1], store)])
+    sizes = [1, 4, 2, 5, 3]
+    results = await asyncio.gather(
+        *(
+            group.forward([lease.ref(lease.rows[:n])], [i.tokens for i in lease.rows[:n]], READS)
+            for n in sizes
+            for lease in found
+        )
+    )
+    assert [result.rows for result in results] == [n for n in sizes for _ in found]
+    totals = [sum(info.tokens - 1 for info in lease.rows[:n]) for n in sizes for lease in found]
+    assert [sum(pair) for pair in zip(*(t.given for t in trainers), strict=True)] == totals
+
+
+async def test_ranks_forward_tokens_of_other_rows_are_a_bug():
+    with pytest.raises(InvariantError, match="forward of 2 rows was given the tokens of 1"):
+        await ranks(Trainer()).forward([BatchRef(0, 0, (1, 2))], [3], READS)
+
+
+async def test_ranks_forward_rank_that_loses_rows_is_a_bug(leases):
+    store, found = leases
+    group = Ranks(TrainerRank(Lossy(), store), [TrainerRank(Lossy(), store)])
+    lease = found[0]
+    with pytest.raises(InvariantError, match=r"returned \[0, 0\] rows of forward, given were"):
+        await group.forward([lease.ref()], [info.tokens for info in lease.rows], READS)
+
+
+class Lossy(Trainer):
+    """Returns no rows, whatever it is given."""
+
+    async def forward(self, batch):
+        return Batch({"logprobs": Column.ragged([], np.float32)})
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -1,0 +1,136 @@
+"""The steps of a run: train, publish, count, evaluate; what the controller does between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from asyncflow_core import metrics
+from asyncflow_core.config import RunConfig
+from asyncflow_core.flow.control import RolloutControl, TrainerControl
+from asyncflow_core.flow.record import Recorder, RunFolder
+from asyncflow_core.flow.results import StepResult
+from asyncflow_core.flow.supply import Supply
+from asyncflow_core.flow.switching import Switching
+from asyncflow_core.flow.totals import Totals
+from asyncflow_core.flow.waits import Waits
+from asyncflow_core.parts import Tokenizer
+from asyncflow_core.services.data_store import DataStore
+
+__all__ = ["Parts", "Steps"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is there once every process answers."""
+
+    store: DataStore
+    tokenizer: Tokenizer
+    recorder: Recorder
+    supply: Supply
+    trainer: TrainerControl
+    replicas: Mapping[str, RolloutControl]
+    switching: Switching
+    waits: Waits
+
+
+class Steps:
+    """From the first weights to the saved model."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        parts: Parts,
+        totals: Totals,
+        on_step: Callable[[StepResult], None],
+    ) -> None:
+        """Take what is connected; `run` does everything."""
+        self._config = config
+        self._folder = folder
+        self._parts = parts
+        self._totals = totals
+        self._on_step = on_step
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        """Publish the first weights, evaluate, train all steps, evaluate, save the model."""
+        parts, switching = self._parts, self._parts.switching
+        parts.waits.begin("bringing the first weights to all replicas", switching.waiting)
+        switching.published(await parts.trainer.publish(0, 0))
+        await switching.settled()
+        await self._evaluate(0)
+        await self._train(group)
+        parts.waits.begin("bringing the last weights to all replicas", switching.waiting)
+        await switching.settled()
+        await self._evaluate(1)
+        parts.waits.begin("saving the model")
+        await parts.trainer.save_model(str(self._folder.path / "model"))
+        self._totals.rows_put = parts.supply.rows_put
+        self._totals.rows_evaluated = parts.supply.rows_evaluated
+
+    async def _train(self, group: asyncio.TaskGroup) -> None:
+        parts = self._parts
+        supply, switching, steps = parts.supply, parts.switching, self._config.workflow.steps
+        start = step_start = time.perf_counter()
+        busy_before = await _busy_s(parts.replicas)
+        group.create_task(supply.admit())
+        for version in range(steps):
+            parts.waits.begin(f"step {version + 1}", switching.waiting)
+            report = await parts.trainer.step(version)
+            supply.advance(report.version)  # its puts go beside the export
+            published_at = time.perf_counter()
+            weights = await parts.trainer.publish(report.version, 0)
+            switching.published(weights)
+            publish_s = time.perf_counter() - published_at
+            rewards = await parts.recorder.wait_batch(version, report.rows)
+            if rewards.errors and not self._totals.reward_errors:
+                _log.warning("a reward failed and counts 0: %s", rewards.last_error)
+            now = time.perf_counter()
+            record = {
+                **self._totals.add(report, rewards),
+                metrics.STEP_WALL_S: now - step_start,
+                metrics.TOKENS_PER_S: report.tokens / (now - step_start),
+                metrics.WEIGHTS_PUBLISH_S: publish_s,
+                metrics.WEIGHTS_STAGE_S: switching.stage_s,
+                metrics.WEIGHTS_COMMIT_S: switching.commit_s,
+                metrics.WEIGHTS_FAILURES: float(switching.failures),
+                metrics.WEIGHTS_COMPARED: float(switching.compared),
+                **await _switched_tokens(parts.replicas),
+                metrics.WEIGHTS_BYTES: float(weights.manifest.nbytes),
+            }
+            step_start = now
+            self._folder.append("metrics.jsonl", [{"version": report.version, **record}])
+            self._on_step(StepResult(report.version, steps, record))
+        self._totals.wall_s = time.perf_counter() - start
+        busy_s = await _busy_s(parts.replicas) - busy_before
+        self._totals.rollout_busy_s = busy_s / len(parts.replicas)
+
+    async def _evaluate(self, epoch: int) -> None:
+        """Answer the held-out prompts with the weights that serve; nothing else is running."""
+        parts = self._parts
+        parts.waits.begin("the evaluation")
+        rows = await parts.supply.evaluate(epoch)
+        evaluation = self._config.evaluation
+        if not rows or evaluation is None:
+            self._totals.scores.append(None)
+            return
+        found = await parts.recorder.wait_evaluation(epoch, rows)
+        score = sum(value >= evaluation.success for value in found.values) / rows
+        self._totals.scores.append(score)
+
+
+async def _switched_tokens(replicas: Mapping[str, RolloutControl]) -> dict[str, float]:
+    stats = [await control.stats() for control in replicas.values()]
+    return {
+        metrics.ROLLOUT_TOKENS_KEPT: float(sum(found.tokens_kept for found in stats)),
+        metrics.ROLLOUT_TOKENS_LOST: float(sum(found.tokens_lost for found in stats)),
+    }
+
+
+async def _busy_s(replicas: Mapping[str, RolloutControl]) -> float:
+    return sum([(await control.stats()).busy_s for control in replicas.values()])
