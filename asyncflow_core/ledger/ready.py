@@ -21,12 +21,21 @@ class ReadyQueue:
     `ANY` tasks have a single bucket, the others one a batch. For `ADMITTED`, a heap holds exactly
     the batches that have a bucket: an emptied bucket stays until it reaches the top, so a batch is
     never twice in the heap and is passed over once in its life.
+
+    With `batch_groups`, groups of a batch stay out of the buckets until that many of them wait
+    together, or until one was handed out before (told by `open`: in the life before a restart).
     """
 
-    __slots__ = ("_batches", "_buckets", "_heap", "_max_staleness", "_order")
+    __slots__ = (
+        "_batch_groups", "_batches", "_buckets", "_closed", "_heap", "_max_staleness", "_opened",
+        "_order",
+    )  # fmt: skip
 
-    def __init__(self, order: Order, max_staleness: int) -> None:
+    def __init__(self, order: Order, max_staleness: int, batch_groups: int = 0) -> None:
         """An empty queue."""
+        self._batch_groups = batch_groups
+        self._closed: dict[int, _Bucket] = {}
+        self._opened: set[int] = set()
         self._order = order
         self._max_staleness = max_staleness
         self._buckets: dict[int | None, _Bucket] = {None: OrderedDict()}
@@ -35,13 +44,30 @@ class ReadyQueue:
 
     def push(self, group: Group, *, front: bool = False) -> None:
         """Add a group at the end of its batch (or keep its place); `front` puts it first."""
+        batch = group.batch
+        if self._batch_groups and batch is not None and batch not in self._opened:
+            closed = self._closed.setdefault(batch, OrderedDict())
+            closed[group.number] = group
+            if len(closed) >= self._batch_groups:
+                self.open(batch)
+            return
         bucket = self._bucket(group)
         bucket[group.number] = group
         if front:
             bucket.move_to_end(group.number, last=False)
 
+    def open(self, batch: int | None) -> None:
+        """From now on groups of this batch are handed out."""
+        if batch is not None and batch not in self._opened:
+            self._opened.add(batch)
+            for group in self._closed.pop(batch, OrderedDict()).values():
+                self.push(group)
+
     def discard(self, group: Group) -> None:
         """Take a group out, if it is there."""
+        if self._closed and group.batch in self._closed:
+            self._closed[group.batch].pop(group.number, None)
+            return
         batch = group.batch if self._batches else None
         bucket = self._buckets.get(batch)
         if bucket is None:

@@ -146,6 +146,11 @@ class TaskTable:
             )
         if not spec.name or not spec.partitions:
             faults.append(f"a task needs a name and a partition, got {spec}")
+        if spec.batch_groups and not spec.whole_groups:
+            faults.append(
+                f"task {spec.name!r} waits for {spec.batch_groups} whole groups of a batch, so it "
+                f"takes whole groups; set whole_groups, or leave batch_groups out"
+            )
         both = sorted(set(spec.reads) & set(spec.writes))
         if both:
             faults.append(

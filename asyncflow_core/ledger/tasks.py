@@ -40,7 +40,7 @@ class Task:
         self.reads = reads
         self.writes = writes
         self.members = 1
-        self.queue = ReadyQueue(spec.order, max_staleness)
+        self.queue = ReadyQueue(spec.order, max_staleness, spec.batch_groups)
         self.ready = 0
         self.committed = 0
         self.expired = 0
@@ -57,6 +57,8 @@ class Task:
         offered = group.ready(view)
         if self.spec.whole_groups and offered != group.alive & ~view.done:
             offered = 0  # a row is still missing a column or leased
+        if self.spec.batch_groups and view.leased | view.done:
+            self.queue.open(group.batch)
         before, view.offered = view.offered, offered
         self.ready += offered.bit_count() - before.bit_count()
         if not offered:

@@ -60,6 +60,8 @@ class TaskSpec:
             then all of it in one lease.
         partitions: rows of which partitions the task sees ("train", "eval").
         order: what the `version` of a lease means.
+        batch_groups: hand out rows of a global batch only once this many of its groups are whole;
+            0 for at once. Rows outside batches never wait. Needs `whole_groups`.
     """
 
     name: str
@@ -68,6 +70,7 @@ class TaskSpec:
     whole_groups: bool = False
     partitions: tuple[str, ...] = ("train",)
     order: Order = Order.ANY
+    batch_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,6 +353,27 @@ class DataStoreTests:
         await self.generate(service, limit_rows=1)
         assert len((await self.take(service, whole, limit_rows=1)).rows) == 3
 
+    async def test_batch_groups_wait_for_the_whole_batch(self, service: DataStore) -> None:
+        """DS-34: then all of it, what comes back too; rows outside batches do not wait."""
+        whole = TaskSpec(
+            "whole",
+            ("response_ids",),
+            whole_groups=True,
+            partitions=("train", "eval"),
+            batch_groups=2,
+        )
+        await service.register(GENERATE)
+        await service.register(whole)
+        await self.put(service, 0, samples=2, batch=0)
+        await self.put(service, 1, samples=2, batch=0)
+        await self.generate(service, limit_rows=3)
+        assert await self.none_for(service, whole)
+        await self.generate(service, limit_rows=1)
+        lease = await self.take(service, whole, limit_rows=2)
+        assert len(lease.rows) == 2
+        await service.release(lease.ref())
+        assert len((await self.take(service, whole, limit_rows=4)).rows) == 4
+
     async def test_waiting_lease_gets_row_as_it_becomes_ready(self, service: DataStore) -> None:
         """DS-18."""
         await service.register(GENERATE)

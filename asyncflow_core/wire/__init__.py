@@ -6,9 +6,11 @@
 
 from asyncflow_core.wire._protocol import WIRE_VERSION
 from asyncflow_core.wire._socket import Heartbeat
+from asyncflow_core.wire.addresses import check_reach, is_local, split_key, with_key
 from asyncflow_core.wire.blocking import BlockingClient
 from asyncflow_core.wire.client import DEFAULT_TIMEOUT, Client
 from asyncflow_core.wire.codec import Buffer, Encoder, decode, encode
+from asyncflow_core.wire.keys import KeyPair, load_allowed
 from asyncflow_core.wire.limits import Limits
 from asyncflow_core.wire.server import Method, Peer, Server
 from asyncflow_core.wire.service import remote, serve_object, serve_service
@@ -21,13 +23,19 @@ __all__ = [
     "Client",
     "Encoder",
     "Heartbeat",
+    "KeyPair",
     "Limits",
     "Method",
     "Peer",
     "Server",
+    "check_reach",
     "decode",
     "encode",
+    "is_local",
+    "load_allowed",
     "remote",
     "serve_object",
     "serve_service",
+    "split_key",
+    "with_key",
 ]

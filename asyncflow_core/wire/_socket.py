@@ -8,12 +8,7 @@ together, where zmq.asyncio took 111 to 134 us on the same machine.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import os
-import socket
-import stat
-import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +16,11 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from asyncflow_core.errors import ConfigError
+from asyncflow_core.wire.addresses import listens
 from asyncflow_core.wire.codec import Buffer
 from asyncflow_core.wire.limits import Limits
 
-__all__ = ["Heartbeat", "LoopSocket", "check_address", "new_socket"]
+__all__ = ["Heartbeat", "LoopSocket", "new_socket"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +41,6 @@ _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 # Smaller frames are copied on receipt: libzmq cuts them out of a shared buffer, which a kept row
 # would pin whole. It is also where pyzmq stops copying on its way out.
 COPY_BELOW = 1 << 16
-_SUN_PATH_BYTES = 107
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +61,14 @@ class Heartbeat:
     timeout_s: float = 15.0
 
 
-def new_socket(kind: int, limits: Limits, heartbeat: Heartbeat) -> zmq.Socket[bytes]:
-    """A socket of the process's context with our options; bind or connect it next."""
-    sock: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+def new_socket(
+    kind: int,
+    limits: Limits,
+    heartbeat: Heartbeat,
+    context: zmq.Context[zmq.Socket[bytes]] | None = None,
+) -> zmq.Socket[bytes]:
+    """A socket with our options, of the process's context unless given; bind or connect it next."""
+    sock: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
     sock.linger = LINGER_MS
     sock.set_hwm(HWM)
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes, limits.header_bytes))
@@ -117,9 +116,9 @@ class LoopSocket:
         if self._again is None and int(self._sock.get(_EVENTS)) & _POLLIN:
             self._again = self._loop.call_soon(self._ready)
 
-    def watch_disconnect(self, on_disconnect: Callable[[], None]) -> None:
-        """Call once the connection ends; must come before `connect`."""
-        monitor: zmq.Socket[bytes] = self._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    def watch(self, events: int, on_event: Callable[[int], None]) -> None:
+        """Call with each of these events of the connection; must come before `connect`."""
+        monitor: zmq.Socket[bytes] = self._sock.get_monitor_socket(events)
         self._monitor = monitor
 
         def ready() -> None:
@@ -128,8 +127,8 @@ class LoopSocket:
                     event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
                 except zmq.Again:
                     return
-                if event["event"] == zmq.EVENT_DISCONNECTED:
-                    on_disconnect()
+                if event["event"] & events:
+                    on_event(event["event"])
 
         self._loop.add_reader(int(monitor.FD), ready)
         self._loop.call_soon(ready)
@@ -139,7 +138,9 @@ class LoopSocket:
         self._sock.unbind(address)
         # libzmq's thread does it, a moment later, and says nothing.
         for _ in range(200):
-            if not address.startswith("ipc://") or not _listens(address.removeprefix("ipc://")):
+            if not address.startswith("ipc://") or not listens(
+                Path(address.removeprefix("ipc://"))
+            ):
                 return
             await asyncio.sleep(0.005)
 
@@ -180,56 +181,3 @@ class LoopSocket:
             if len(frames) <= self._limits.frames:
                 frames.append(frame.bytes if len(frame) < COPY_BELOW else frame.buffer)
         return frames
-
-
-def check_address(address: str, *, bind: bool) -> None:
-    """Refuse addresses we cannot, or must not, use.
-
-    Raises:
-        ConfigError: neither ipc nor tcp; an ipc path too long for the kernel, in a directory that
-            others may enter, or served already; a tcp address beyond this machine.
-    """
-    if address.startswith("ipc://"):
-        _check_ipc(Path(address.removeprefix("ipc://")), bind=bind)
-    elif address.startswith("tcp://"):
-        host = urllib.parse.urlsplit(address.replace(":*", ":0")).hostname or ""
-        try:
-            loopback = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise ConfigError(
-                f"the address {address!r} leads beyond this machine, where only encrypted (CURVE) "
-                "connections are allowed and no keys were given; use 127.0.0.1 or ipc://"
-            )
-    else:
-        raise ConfigError(f"the address {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
-
-
-def _check_ipc(path: Path, *, bind: bool) -> None:
-    if len(os.fsencode(path)) > _SUN_PATH_BYTES:
-        raise ConfigError(
-            f"the socket path {str(path)!r} has {len(os.fsencode(path))} bytes, at most "
-            f"{_SUN_PATH_BYTES} are allowed by the kernel; use a shorter run directory"
-        )
-    if not bind:
-        return
-    try:
-        mode = stat.S_IMODE(path.parent.stat().st_mode)
-    except OSError as error:
-        raise ConfigError(f"the directory of the socket {str(path)!r} is missing: {error}") from (
-            error
-        )
-    if mode & 0o077:
-        raise ConfigError(
-            f"the directory {str(path.parent)!r} of a socket has mode {mode:04o}: others may enter "
-            f"it; only 0700 is allowed; try: chmod 700 {path.parent}"
-        )
-    # libzmq would take the path from a living server without a word.
-    if _listens(str(path)):
-        raise ConfigError(f"another server listens at {str(path)!r} already")
-
-
-def _listens(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        return probe.connect_ex(path) == 0

@@ -13,16 +13,17 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncflow_core.errors import (
     AsyncFlowError,
-    BackpressureError,
-    PeerLostError,
     ServiceClosedError,
     ServiceTimeoutError,
-    WireDecodeError,
 )
 from asyncflow_core.wire import _protocol as p
-from asyncflow_core.wire._socket import COPY_BELOW, Heartbeat, check_address, new_socket
+from asyncflow_core.wire._gate import encrypt_client
+from asyncflow_core.wire._link import WATCHED, Link
+from asyncflow_core.wire._socket import COPY_BELOW, Heartbeat, new_socket
 from asyncflow_core.wire._typed import builder
+from asyncflow_core.wire.addresses import check_path, check_reach
 from asyncflow_core.wire.codec import Buffer, Encoder, unpack
+from asyncflow_core.wire.keys import KeyPair
 from asyncflow_core.wire.limits import Limits
 
 __all__ = ["BlockingClient"]
@@ -50,24 +51,35 @@ class BlockingClient:
         connect_s: float = 30.0,
         limits: Limits | None = None,
         heartbeat: Heartbeat | None = None,
+        keys: KeyPair | None = None,
     ) -> None:
         """Keep the settings; they are those of `Client`."""
-        self.name = name
-        self.service = address
+        self._link = Link(
+            address,
+            name=name,
+            token=token,
+            connect_s=connect_s,
+            limits=limits,
+            heartbeat=heartbeat,
+            keys=keys,
+        )
         self.timeout_s = timeout_s
-        self._address = address
-        self._token = token
-        self._connect_s = connect_s
-        self._limits = limits or Limits()
-        self._heartbeat = heartbeat or Heartbeat()
-        self._encoder = Encoder(self._limits)
+        self._encoder = Encoder(self._link.limits)
         self._numbers = itertools.count(1)
         self._sock: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._waiting: set[int] = set()
         self._results: dict[int, Any] = {}
-        self._welcomed = False
-        self._lost: AsyncFlowError | None = None
+
+    @property
+    def name(self) -> str:
+        """Of this process in the run."""
+        return self._link.name
+
+    @property
+    def service(self) -> str:
+        """Name of the server; its address until it has said it."""
+        return self._link.service
 
     def open(self) -> None:
         """Connect and shake hands.
@@ -75,20 +87,20 @@ class BlockingClient:
         Raises:
             AsyncFlowError: as `Client.open`.
         """
-        check_address(self._address, bind=False)
-        self._sock = new_socket(zmq.DEALER, self._limits, self._heartbeat)
-        self._monitor = self._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._sock.connect(self._address)
+        link = self._link
+        check_reach(link.address, bind=False, keys=link.keys is not None)
+        check_path(link.where, bind=False)
+        self._sock = new_socket(zmq.DEALER, link.limits, link.heartbeat)
+        if link.keys is not None and link.server_key is not None:
+            encrypt_client(self._sock, link.keys, link.server_key)
+        self._monitor = self._sock.get_monitor_socket(WATCHED)
         try:
-            self._send([p.HELLO, p.WIRE_VERSION, self._token, self.name])
-            deadline = time.monotonic() + self._connect_s
-            while not self._welcomed:
+            self._sock.connect(link.where)
+            self._send(link.hello())
+            deadline = time.monotonic() + link.connect_s
+            while not link.welcomed:
                 if not self._take(deadline):
-                    raise PeerLostError(
-                        f"no server answered at {self._address!r} within {self._connect_s:g} s; "
-                        "is the service running?",
-                        service=self.service,
-                    )
+                    raise link.unanswered()
         except BaseException:
             self._close()
             raise
@@ -96,7 +108,7 @@ class BlockingClient:
     def close(self) -> None:
         """Say goodbye and close. Idempotent."""
         if self._sock is not None:
-            if self._lost is None:
+            if self._link.lost is None:
                 self._send([p.BYE])
             self._close()
 
@@ -180,21 +192,16 @@ class BlockingClient:
         return number in self._results
 
     def _check_usable(self) -> None:
-        if self._lost is not None:
-            code, message = p.error_fields(self._lost)
-            raise p.rebuild_error(code, message, self.service)
+        self._link.check()
         if self._sock is None:
-            raise ServiceClosedError(f"the client of {self.service!r} is not open")
+            raise self._link.not_open()
 
     def _send(self, message: list[Any]) -> None:
         assert self._sock is not None
         try:
             self._sock.send_multipart(self._encoder.encode(message), _NOBLOCK, copy=False)
         except zmq.Again:
-            raise BackpressureError(
-                f"{self.service!r} has taken none of the last thousands of messages; is it stuck?",
-                service=self.service,
-            ) from None
+            raise self._link.stuck() from None
 
     def _take(self, deadline: float) -> bool:
         """Take one message; False when none came by the deadline."""
@@ -208,12 +215,12 @@ class BlockingClient:
         frames: list[Buffer] = []
         while self._sock.get(zmq.RCVMORE):
             frame = self._sock.recv(_NOBLOCK, copy=False)
-            if len(frames) <= self._limits.frames:
+            if len(frames) <= self._link.limits.frames:
                 frames.append(frame.bytes if len(frame) < COPY_BELOW else frame.buffer)
         try:
-            self._on_message(unpack(header, frames, self._limits))
-        except WireDecodeError as error:
-            self._lost = error
+            self._on_message(unpack(header, frames, self._link.limits))
+        except AsyncFlowError as error:
+            self._link.lost = error
             raise
         return True
 
@@ -225,13 +232,9 @@ class BlockingClient:
         assert self._monitor is not None
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._lost = PeerLostError(
-                    f"the connection to {self.service!r} at {self._address} is gone: its process "
-                    f"ended, or was silent for {self._heartbeat.timeout_s:g} s",
-                    service=self.service,
-                )
-        self._check_usable()
+            if event["event"] & WATCHED and self._link.lost is None:
+                self._link.lost = self._link.ended(event["event"])
+        self._link.check()
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -239,17 +242,8 @@ class BlockingClient:
                 self._settle(number, value)
             case [p.ERROR, int(number), str(code), str(text)]:
                 self._settle(number, p.rebuild_error(code, text, self.service))
-            case [p.NOOP, *_]:
-                pass
-            case [p.WELCOME, p.WIRE_VERSION, str(name), dict(), *_]:
-                self.service = name
-                self._welcomed = True
-            case [p.GOODBYE, ServiceClosedError.code, str(text)]:
-                self._lost = PeerLostError(text, service=self.service)
-            case [p.GOODBYE, str(code), str(text)]:
-                self._lost = p.rebuild_error(code, text, self.service)
             case _:
-                raise WireDecodeError(f"{self.service!r} sent a message of no known kind")
+                self._link.take(message)
 
     def _settle(self, number: int, value: Any) -> None:
         if number in self._waiting:

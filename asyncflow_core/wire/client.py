@@ -15,15 +15,18 @@ import zmq
 from asyncflow_core.errors import (
     AsyncFlowError,
     BackpressureError,
-    PeerLostError,
     ServiceClosedError,
     ServiceTimeoutError,
     WireDecodeError,
 )
 from asyncflow_core.wire import _protocol as p
-from asyncflow_core.wire._socket import Heartbeat, LoopSocket, check_address, new_socket
+from asyncflow_core.wire._gate import encrypt_client
+from asyncflow_core.wire._link import WATCHED, Link
+from asyncflow_core.wire._socket import Heartbeat, LoopSocket, new_socket
 from asyncflow_core.wire._typed import builder
+from asyncflow_core.wire.addresses import check_path, check_reach
 from asyncflow_core.wire.codec import Buffer, Encoder, unpack
+from asyncflow_core.wire.keys import KeyPair
 from asyncflow_core.wire.limits import Limits
 
 __all__ = ["DEFAULT_TIMEOUT", "Client"]
@@ -70,6 +73,7 @@ class Client:
         connect_s: float = 30.0,
         limits: Limits | None = None,
         heartbeat: Heartbeat | None = None,
+        keys: KeyPair | None = None,
     ) -> None:
         """Keep the settings.
 
@@ -81,28 +85,42 @@ class Client:
             connect_s: how long `open()` waits for the server to come up.
             limits: bounds of a message.
             heartbeat: when a silent server counts as gone.
+            keys: this client's pair, for a server whose address has a key.
+
+        Raises:
+            ConfigError: what follows the # of the address is no key.
         """
-        self.name = name
-        self.service = address
-        self._address = address
-        self._token = token
+        self._link = Link(
+            address,
+            name=name,
+            token=token,
+            connect_s=connect_s,
+            limits=limits,
+            heartbeat=heartbeat,
+            keys=keys,
+        )
         self._timeout_s = timeout_s
-        self._connect_s = connect_s
-        self._limits = limits or Limits()
-        self._heartbeat = heartbeat or Heartbeat()
-        self._encoder = Encoder(self._limits)
+        self._encoder = Encoder(self._link.limits)
         self._socket: LoopSocket | None = None
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[int, _Stream] = {}
         self._welcome: asyncio.Future[None] | None = None
-        self._lost: AsyncFlowError | None = None
-        self._catalogue: dict[str, tuple[str, int, list[str]]] = {}
+
+    @property
+    def name(self) -> str:
+        """Of this process in the run."""
+        return self._link.name
+
+    @property
+    def service(self) -> str:
+        """Name of the server; its address until it has said it."""
+        return self._link.service
 
     @property
     def catalogue(self) -> Mapping[str, tuple[str, int, list[str]]]:
         """What the server offers: name to (interface, API version, methods)."""
-        return self._catalogue
+        return self._link.catalogue
 
     @property
     def timeout_s(self) -> float:
@@ -113,28 +131,28 @@ class Client:
         """Connect and shake hands.
 
         Raises:
-            PeerLostError: no server answered within `connect_s`.
+            PeerLostError: no server answered within `connect_s`, or it refused our keys.
             ProtocolError: the server belongs to another run.
             WireVersionError: it speaks another wire version.
             ConfigError: the address is not allowed.
         """
-        check_address(self._address, bind=False)
+        link = self._link
+        check_reach(link.address, bind=False, keys=link.keys is not None)
+        check_path(link.where, bind=False)
         self._welcome = asyncio.get_running_loop().create_future()
-        sock = new_socket(zmq.DEALER, self._limits, self._heartbeat)
-        self._socket = LoopSocket(sock, self._limits, self._on_message)
+        sock = new_socket(zmq.DEALER, link.limits, link.heartbeat)
+        if link.keys is not None and link.server_key is not None:
+            encrypt_client(sock, link.keys, link.server_key)
+        self._socket = LoopSocket(sock, link.limits, self._on_message)
         try:
-            self._socket.watch_disconnect(self._on_disconnect)
-            sock.connect(self._address)
-            self._send([p.HELLO, p.WIRE_VERSION, self._token, self.name])
-            async with asyncio.timeout(self._connect_s):
+            self._socket.watch(WATCHED, lambda event: self._lose(link.ended(event)))
+            sock.connect(link.where)
+            self._send(link.hello())
+            async with asyncio.timeout(link.connect_s):
                 await self._welcome
         except TimeoutError:
             self._socket.close()
-            raise PeerLostError(
-                f"no server answered at {self._address!r} within {self._connect_s:g} s; "
-                "is the service running?",
-                service=self.service,
-            ) from None
+            raise link.unanswered() from None
         except BaseException:
             self._socket.close()
             raise
@@ -143,7 +161,7 @@ class Client:
         """Say goodbye and close; calls under way fail with `ServiceClosedError`. Idempotent."""
         if self._socket is None or self._socket.closed:
             return
-        if self._lost is None:
+        if self._link.lost is None:
             self._send([p.BYE])
             self._lose(ServiceClosedError(f"the client of {self.service!r} was closed"))
         self._socket.close()
@@ -250,7 +268,7 @@ class Client:
                     continue
                 value = state.items.popleft()
                 owed += 1
-                if owed >= grant and not state.ended and self._lost is None:
+                if owed >= grant and not state.ended and self._link.lost is None:
                     self._send([p.CREDIT, number, owed])
                     owed = 0
                 yield build(items, value, f"item of {method}")
@@ -283,19 +301,16 @@ class Client:
             )
 
     def _cancel(self, number: int) -> None:
-        if self._lost is None:
+        if self._link.lost is None:
             try:
                 self._send([p.CANCEL, number])
             except BackpressureError:
                 logger.warning("%s: a cancellation did not fit", self.service)
 
     def _check_usable(self) -> None:
-        if self._lost is not None:
-            # A new one each time: a raised exception collects the tracebacks of all its raises.
-            code, message = p.error_fields(self._lost)
-            raise p.rebuild_error(code, message, self.service)
+        self._link.check()
         if self._socket is None or self._socket.closed or self._welcome is None:
-            raise ServiceClosedError(f"the client of {self.service!r} is not open")
+            raise self._link.not_open()
 
     def _send(self, message: list[Any]) -> None:
         assert self._socket is not None
@@ -303,14 +318,11 @@ class Client:
         try:
             self._socket.send(parts)
         except zmq.Again:
-            raise BackpressureError(
-                f"{self.service!r} has taken none of the last thousands of messages; is it stuck?",
-                service=self.service,
-            ) from None
+            raise self._link.stuck() from None
 
     def _on_message(self, _identity: bytes, header: bytes, frames: list[Buffer]) -> None:
         try:
-            match unpack(header, frames, self._limits):
+            match unpack(header, frames, self._link.limits):
                 case [p.REPLY, int(number), value]:
                     self._settle(number, value, None)
                 case [p.ITEM, int(number), value]:
@@ -324,25 +336,13 @@ class Client:
                     self._settle(number, None, p.rebuild_error(code, text, self.service))
                 case other:
                     self._on_session(other)
-        except WireDecodeError as error:
+        except AsyncFlowError as error:
             self._lose(error)
 
     def _on_session(self, message: Any) -> None:
-        match message:
-            case [p.NOOP, *_]:
-                pass
-            case [p.WELCOME, p.WIRE_VERSION, str(name), dict(catalogue), *_]:
-                build = builder(strict=False).build
-                self.service = name
-                self._catalogue = build(dict[str, tuple[str, int, list[str]]], catalogue)
-                if self._welcome is not None and not self._welcome.done():
-                    self._welcome.set_result(None)
-            case [p.GOODBYE, ServiceClosedError.code, str(text)]:
-                self._lose(PeerLostError(text, service=self.service))
-            case [p.GOODBYE, str(code), str(text)]:
-                self._lose(p.rebuild_error(code, text, self.service))
-            case _:
-                raise WireDecodeError(f"{self.service!r} sent a message of no known kind")
+        self._link.take(message)
+        if self._link.welcomed and self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(None)
 
     def _settle(self, number: int, value: Any, error: AsyncFlowError | None) -> None:
         """End a call or stream; an answer nobody waits for any more is dropped."""
@@ -360,22 +360,12 @@ class Client:
             stream.ended, stream.error = True, error
             stream.stir()
 
-    def _on_disconnect(self) -> None:
-        self._lose(
-            PeerLostError(
-                f"the connection to {self.service!r} at {self._address} is gone: its process "
-                f"ended, or was silent for {self._heartbeat.timeout_s:g} s",
-                service=self.service,
-            )
-        )
-
     def _lose(self, error: AsyncFlowError) -> None:
         """Fail everything under way, and all that follows."""
-        if self._lost is not None:
+        if self._link.lost is not None:
             return
-        self._lost = error
-        code, message = p.error_fields(error)
+        self._link.lost = error
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(error)
         for number in [*self._calls, *self._streams]:
-            self._settle(number, None, p.rebuild_error(code, message, self.service))
+            self._settle(number, None, self._link.copy_of(error))

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -25,8 +25,11 @@ from asyncflow_core.errors import (
     WireVersionError,
 )
 from asyncflow_core.wire import _protocol as p
-from asyncflow_core.wire._socket import Heartbeat, LoopSocket, check_address, new_socket
+from asyncflow_core.wire._gate import Gate, encrypt_server
+from asyncflow_core.wire._socket import Heartbeat, LoopSocket, new_socket
+from asyncflow_core.wire.addresses import check_path, check_reach, with_key
 from asyncflow_core.wire.codec import Buffer, Encoder, unpack
+from asyncflow_core.wire.keys import KeyPair
 from asyncflow_core.wire.limits import Limits
 
 __all__ = ["Method", "Peer", "Server"]
@@ -100,20 +103,38 @@ class Server:
         token: str,
         limits: Limits | None = None,
         heartbeat: Heartbeat | None = None,
+        keys: KeyPair | None = None,
+        allow: Collection[bytes] = (),
     ) -> None:
         """Keep the settings.
 
         Args:
-            address: ipc://PATH in a directory of mode 0700, or tcp://127.0.0.1:PORT, * for any.
+            address: ipc://PATH in a directory of mode 0700, or tcp://127.0.0.1:PORT, * for any;
+                with keys also tcp://HOST:PORT or tcp://INTERFACE:PORT.
             name: of this process in the run, as errors name it.
             token: secret of the run; clients without it are refused.
             limits: bounds of a message.
             heartbeat: when a silent client counts as gone.
+            keys: the server's pair; its connections are encrypted then.
+            allow: public keys that are let in, beside the server's own.
+
+        Raises:
+            ConfigError: no token; keys without an allow-list, or the other way round.
         """
         if not token:
             raise ConfigError("a server needs the token of its run, got an empty one")
+        if (keys is None) != (not allow):
+            given, missing = ("keys", "allow-list") if keys else ("an allow-list", "keys")
+            raise ConfigError(
+                f"the server {name!r} was given {given} and no {missing}; one has no effect "
+                "without the other: give both, or neither for an address on this machine"
+            )
         self.name = name
-        self._address = address
+        self._keys = keys
+        self._allow = frozenset(allow)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._gate: Gate | None = None
+        self._address = self._bound = address
         self._token = token.encode()
         self._limits = limits or Limits()
         self._heartbeat = heartbeat or Heartbeat()
@@ -134,7 +155,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where clients connect; after `open()` with the real port."""
+        """Where clients connect; after `open()` with the real port, and the key if it has one."""
         return self._address
 
     def expose(
@@ -157,16 +178,26 @@ class Server:
         Raises:
             ConfigError: the address is not allowed or cannot be bound.
         """
-        check_address(self._address, bind=True)
-        sock = new_socket(zmq.ROUTER, self._limits, self._heartbeat)
+        check_reach(self._address, bind=True, keys=self._keys is not None)
+        check_path(self._address, bind=True)
+        if self._keys is not None:
+            # Of its own: a context has one gate.
+            self._context = zmq.Context()
+            self._gate = Gate(self._context, self._allow | {self._keys.public})
+        sock = new_socket(zmq.ROUTER, self._limits, self._heartbeat, self._context)
         try:
+            if self._keys is not None:
+                encrypt_server(sock, self._keys)
             sock.bind(self._address)
         except zmq.ZMQError as error:
             sock.close(0)
+            await self._close_gate()
             raise ConfigError(f"server {self.name!r} cannot bind {self._address!r}: {error}") from (
                 error
             )
-        self._address = sock.get_string(zmq.LAST_ENDPOINT)
+        self._bound = sock.get_string(zmq.LAST_ENDPOINT)
+        key = self._keys and self._keys.public
+        self._address = self._bound if key is None else with_key(self._bound, key)
         self._socket = LoopSocket(sock, self._limits, self._on_message)
         self._schedule_probe()
 
@@ -181,8 +212,15 @@ class Server:
             self._end(peer, goodbye)
         while self._tasks:
             await asyncio.wait(self._tasks)
-        await self._socket.unbind(self._address)
+        await self._socket.unbind(self._bound)
         self._socket.close()
+        await self._close_gate()
+
+    async def _close_gate(self) -> None:
+        if self._gate is not None and self._context is not None:
+            self._gate.close()
+            # It waits until the last goodbyes have left.
+            await asyncio.to_thread(self._context.term)
 
     async def __aenter__(self) -> Self:
         """Open."""

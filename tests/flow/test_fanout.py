@@ -9,7 +9,7 @@ from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey
 from asyncflow_core.errors import EngineError, InvariantError, ServiceError
 from asyncflow_core.flow.fanout import Ranks, TrainerRank
 from asyncflow_core.parts import PartContext
-from asyncflow_core.reference.data_store import MemoryDataStore, MemoryDataStoreOptions
+from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.services.trainer import ForwardBackwardInfo, LossSpec, UpdateInfo
@@ -193,7 +193,7 @@ READS = ("prompt_ids", "response_ids", "sampling")
 @pytest.fixture
 async def leases():
     """A store, two leases of 5 rows each, and the rows as one batch in the order of the leases."""
-    async with MemoryDataStore(MemoryDataStoreOptions(), PartContext()) as store:
+    async with InProcessDataStore() as store:
         task = TaskSpec("reference", READS, ("ref_logprobs",))
         await store.register(task)
         rng = np.random.default_rng(5)

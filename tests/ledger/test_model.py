@@ -26,6 +26,7 @@ SPECS = {
         TaskSpec("adv", ("reward",), ("advantage",), whole_groups=True),
         TaskSpec("train", ("response", "reward"), order=Order.STEP),
         TaskSpec("step", ("prompt", "advantage"), whole_groups=True, order=Order.STEP),
+        TaskSpec("turn", ("response",), whole_groups=True, partitions=BOTH, batch_groups=2),
         TaskSpec("log", ("prompt",), partitions=("eval",), whole_groups=True),
     )
 }
@@ -43,6 +44,7 @@ class ModelTask:
     spec: TaskSpec
     committed: int = 0
     expired: int = 0
+    opened: set[int] = field(default_factory=set)  # batches of which it was handed something
 
 
 @dataclass(eq=False)
@@ -132,8 +134,18 @@ class Model:
             ready = [row for row in ready if row.key.group not in waiting]
         return ready
 
+    def open_batches(self) -> None:
+        for task in self.tasks.values():
+            groups = {(row.batch, row.key.group) for row in self.ready(task)}
+            for batch in {row.batch for row in self.rows.values()} - {None}:
+                whole = sum(found == batch for found, _ in groups)
+                if task.spec.batch_groups and whole >= task.spec.batch_groups:
+                    task.opened.add(batch)
+
     def allowed(self, task: ModelTask, version: int | None) -> list[ModelRow]:
         def may(row: ModelRow) -> bool:
+            if task.spec.batch_groups and row.batch not in {None, *task.opened}:
+                return False
             if task.spec.order is Order.STEP:
                 return row.batch == version
             if task.spec.order is Order.ADMITTED:
@@ -363,6 +375,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         model, stats = self.model, self.ledger.stats()
+        model.open_batches()
         assert stats.rows == stats.reserved_rows == len(model.rows) <= CAPACITY_ROWS
         size = sum(row.row_bytes for row in model.rows.values())
         assert stats.reserved_bytes == size <= CAPACITY_BYTES

@@ -252,6 +252,29 @@ async def test_empty_batch_adds_nothing(trainer):
     assert (update.applied, update.updates) == (False, 0)
 
 
+async def test_a_frozen_trainer_computes_log_probs_and_holds_nothing_else(trainer, model_dir):
+    batch = make_batch()
+    async with make_trainer(model_dir, frozen=True) as frozen:
+        found = await frozen.forward(batch)
+        assert await weights_of(frozen) == await weights_of(trainer)
+        for call in (
+            frozen.forward_backward(batch, POLICY, last=True),
+            frozen.optim_step(),
+            frozen.save("nowhere"),
+            frozen.load("nowhere"),
+        ):
+            with pytest.raises(ServiceError, match=r"frozen trainer.*frozen: false"):
+                await call
+        units = frozen._engine._shards._model.units
+        assert all(
+            unit.grad is None and unit.master.data_ptr() == unit.held.data_ptr() for unit in units
+        )
+        assert not frozen._engine._shards._optimizer._inner
+    np.testing.assert_array_equal(
+        concat_logprobs(found), concat_logprobs(await trainer.forward(batch))
+    )
+
+
 async def test_calls_outside_of_open_are_refused(model_dir):
     trainer = make_trainer(model_dir)
     with pytest.raises(ServiceClosedError):

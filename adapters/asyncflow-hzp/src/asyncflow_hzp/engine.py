@@ -95,6 +95,7 @@ class HzpEngine:
         self, batch: Batch, spec: LossSpec, *, last: bool = False
     ) -> ForwardBackwardInfo:
         """Add a batch's gradient, in as many forwards as memory asks for."""
+        self._check_trains("forward_backward")
         loss = self._loss(spec)
         parts, temperature = self._plan(batch, loss.capabilities.reads)
         if not parts:
@@ -171,6 +172,7 @@ class HzpEngine:
 
     def optim_step(self) -> UpdateInfo:
         """Reduce over ranks, divide by the weight, clip, update."""
+        self._check_trains("optim_step")
         number = self.updates + 1
         if self._torn:
             raise ServiceError(
@@ -227,6 +229,7 @@ class HzpEngine:
 
     def save(self, path: str) -> None:
         """Write a checkpoint; between updates only, since gradients are not part of it."""
+        self._check_trains("save")
         if self._pending:
             raise ServiceError(
                 "a checkpoint cannot hold half an update; call optim_step or zero_grad before save"
@@ -239,6 +242,7 @@ class HzpEngine:
 
     def load(self, path: str) -> None:
         """Go on from a checkpoint; gradients collected so far are thrown away."""
+        self._check_trains("load")
         record = read_record(path)
         self.zero_grad()
         self._shards.load(Path(path), record)
@@ -264,6 +268,14 @@ class HzpEngine:
         """Leave the other ranks."""
         self._shards.close()
         self._ranks.close()
+
+    def _check_trains(self, call: str) -> None:
+        if self._options.frozen:
+            raise ServiceError(
+                f"{call} was called on a frozen trainer, which has forward and exports only; give "
+                f"the option frozen: false to train {self._options.model!r}",
+                service=self._context.name,
+            )
 
     def _check(self, batch: Batch) -> NDArray[np.float32] | None:
         """Refuse bad rows; returns their temperatures."""

@@ -38,7 +38,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def load_model(options: HzpOptions, device: torch.device) -> PreTrainedModel:
-    """The model, every parameter trainable and without dropout.
+    """The model, every parameter trainable unless it is `frozen`, and without dropout.
 
     It stays in eval mode, since log-probs must be those of the policy that samples; checkpointing
     needs train mode (transformers ties the two), so dropout must then be off in the config.
@@ -54,7 +54,7 @@ def load_model(options: HzpOptions, device: torch.device) -> PreTrainedModel:
             options.model, **{"dtype": getattr(torch, options.dtype), **options.engine_args}
         )
     model.to(device)
-    model.requires_grad_(True)
+    model.requires_grad_(not options.frozen)
     model.eval()
     if options.gradient_checkpointing:
         _refuse_dropout(model)

@@ -42,6 +42,7 @@ class Workload:
         elements: of each unit, in the order of the forward.
         param_bytes, reduce_bytes, master_bytes: of one element.
         moments: optimizer state tensors an element; 2 for AdamW.
+        trained: whether there are gradients, moments and a backward.
         micro_batches: of a step, on each rank.
         compute_s: of all of them, forward and backward.
         slots, grad_buffers: gathered units and full gradients held at a time.
@@ -53,6 +54,7 @@ class Workload:
     reduce_bytes: int = 4
     master_bytes: int = 4
     moments: int = 2
+    trained: bool = True
     micro_batches: int = 1
     compute_s: float = 0.0
     slots: int = 3
@@ -187,6 +189,8 @@ def _memory(work: Workload, sizes: Sizes) -> int:
     if work.micro_batches > 1 and z1 > 1:
         sums = work.reduce_bytes * total / (1 if work.accumulate_full else z2)
     slots = work.param_bytes * sum(largest[: work.slots]) if z3 > 1 else 0
+    if not work.trained:
+        return round(held + slots)
     buffers = work.reduce_bytes * largest[0] * (work.grad_buffers + 1) if z1 > 1 else 0
     return round(held + state + sums + slots + buffers)
 
@@ -194,6 +198,11 @@ def _memory(work: Workload, sizes: Sizes) -> int:
 def _step(work: Workload, layout: Layout, traffic: _Traffic) -> float:
     """Seconds of a step: per unit the longer of traffic and compute."""
     total = sum(work.elements)
+    if not work.trained:
+        return sum(
+            max(work.compute_s * n / total, _gather(work, layout, traffic, n))
+            for n in work.elements
+        )
     seconds = exposed = 0.0
     for micro in range(work.micro_batches):
         last = micro == work.micro_batches - 1

@@ -40,6 +40,7 @@ def plan_cuts(cuts: Sequence[Cut], config: Config, ranks: int) -> Plan:
         param_bytes=dtype.itemsize,
         reduce_bytes=config.reduce_dtype.itemsize,
         master_bytes=config.master_dtype.itemsize,
+        trained=any(cut.named[0][1].requires_grad for cut in cuts),
         micro_batches=config.micro_batches,
         compute_s=config.compute_s,
         slots=config.slots,

@@ -26,7 +26,8 @@ __all__ = ["Shards"]
 class Shards:
     """Weights, gradients and AdamW state of one model over the ranks.
 
-    Gradients and moments are allocated by the first backward: a frozen model holds weights only.
+    Gradients and moments are allocated by the first backward. A frozen model has neither, nor
+    float32 weights beside others.
     """
 
     def __init__(self, model: PreTrainedModel, options: HzpOptions) -> None:

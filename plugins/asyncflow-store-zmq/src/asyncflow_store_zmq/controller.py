@@ -149,9 +149,11 @@ class Controller:
         return [paths, self._addresses, sorted(self._table.ledger.policies)]
 
     def register(self, m: list[Any], peer: Peer) -> str:
-        """[name, reads, writes, whole_groups, partitions, order] -> handle."""
-        name, reads, writes, whole, partitions, order = m
-        spec = TaskSpec(name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order))
+        """[name, reads, writes, whole_groups, partitions, order, batch_groups] -> handle."""
+        name, reads, writes, whole, partitions, order, batch_groups = m
+        spec = TaskSpec(
+            name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order), batch_groups
+        )
         for handle, (task, owner) in self._registrations.items():
             if owner.name in ("", peer.name) and not owner.alive and task == spec:
                 self._registrations[handle] = spec, peer

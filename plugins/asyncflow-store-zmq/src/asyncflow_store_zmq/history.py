@@ -2,7 +2,7 @@
 
 A record is a plain list that begins with its kind:
 
-    task name reads writes whole_groups partitions order
+    task name reads writes whole_groups partitions order batch_groups
     leave name
     put segment keys admission tokens oldest entries       entries: rows of the segment
     commit task keys segment tokens oldest entries version
@@ -39,7 +39,7 @@ def task_record(spec: TaskSpec) -> list[Any]:
     """A task was registered."""
     return [
         "task", spec.name, spec.reads, spec.writes, spec.whole_groups, spec.partitions,
-        spec.order.value,
+        spec.order.value, spec.batch_groups,
     ]  # fmt: skip
 
 
@@ -122,10 +122,25 @@ class Replay:
         self.table.pool.end_replay()
 
     def _task(
-        self, name: str, reads: Any, writes: Any, whole: bool, partitions: Any, order: str
+        self,
+        name: str,
+        reads: Any,
+        writes: Any,
+        whole: bool,
+        partitions: Any,
+        order: str,
+        batch_groups: int,
     ) -> None:
         self.table.register(
-            TaskSpec(name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order))
+            TaskSpec(
+                name,
+                tuple(reads),
+                tuple(writes),
+                whole,
+                tuple(partitions),
+                Order(order),
+                batch_groups,
+            )
         )
 
     def _leave(self, name: str) -> None:

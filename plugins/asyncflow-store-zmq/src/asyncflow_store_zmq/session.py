@@ -132,7 +132,7 @@ class Session:
                 "store.register",
                 [
                     task.name, list(task.reads), list(task.writes), task.whole_groups,
-                    list(task.partitions), task.order.value,
+                    list(task.partitions), task.order.value, task.batch_groups,
                 ],
             )
         )  # fmt: skip
