@@ -125,8 +125,8 @@ class RolloutConfig(ServiceConfig):
     sampling: SamplingConfig = SamplingConfig()
     """How responses are drawn, in training and evaluation."""
     switch_mode: Literal["auto", "drain", "in_flight", "abort_resume"] = "auto"
-    """When new weights start to serve. auto: in_flight where max_staleness > 0 and the engine can,
-    else drain."""
+    """When new weights start to serve. auto: in_flight with preset async, a max_staleness above 0
+    and an engine that can, else drain."""
 
 
 class TrainerConfig(ServiceConfig):
@@ -196,14 +196,21 @@ class StageConfig(Section):
         return self
 
 
+_BOUNDS = {"sequential": 0, "streaming": 0, "delayed": 1, "async": 1}
+"""The `max_staleness` of each preset; of async, unless another is given."""
+
+
 class WorkflowConfig(Section):
     """Steps, batches and how far rollout may run ahead."""
 
-    preset: Literal["sequential", "async"] = "async"
-    """sequential: rollout and training take turns. async: they overlap within `max_staleness`."""
+    preset: Literal["sequential", "streaming", "delayed", "async"] = "async"
+    """What overlaps. sequential: every task waits for the whole batch, then works alone. streaming:
+    tasks overlap within a step, on-policy. delayed: rollout is one step ahead; each replica takes
+    new weights at its own boundary, when its running responses have ended. async: rollout is up to
+    `max_staleness` ahead, and new weights serve from the next token where the engine can."""
     max_staleness: int | None = Field(None, ge=0)
     """Most completed steps between the oldest token of a trained row and the step that trains it.
-    Default: 0 for sequential, 1 for async."""
+    Default: 0 for sequential and streaming, 1 for delayed and async; only async takes another."""
     steps: int = Field(ge=1, lt=1 << 31)
     """Global batches to train."""
     groups_per_step: int = Field(ge=1)
@@ -216,9 +223,7 @@ class WorkflowConfig(Section):
     @property
     def bound(self) -> int:
         """`max_staleness`, or the preset's own."""
-        if self.max_staleness is not None:
-            return self.max_staleness
-        return 0 if self.preset == "sequential" else 1
+        return _BOUNDS[self.preset] if self.max_staleness is None else self.max_staleness
 
     @model_validator(mode="after")
     def _divides(self) -> WorkflowConfig:
@@ -227,10 +232,11 @@ class WorkflowConfig(Section):
                 f"groups_per_step {self.groups_per_step} does not divide into updates_per_step "
                 f"{self.updates_per_step} equal shares; use a multiple of it"
             )
-        if self.preset == "sequential" and self.bound:
+        own = _BOUNDS[self.preset]
+        if self.preset != "async" and self.bound != own:
             raise ValueError(
-                f"the sequential preset trains at staleness 0, max_staleness is {self.bound}; "
-                f"leave it out, or use preset async"
+                f"the {self.preset} preset trains at staleness {own}, max_staleness is "
+                f"{self.bound}; leave it out, or use preset async"
             )
         return self
 

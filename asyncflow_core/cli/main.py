@@ -1,4 +1,4 @@
-"""`asyncflow run | doctor | plugins | serve`."""
+"""`asyncflow run | doctor | plugins | serve | keys`."""
 
 from __future__ import annotations
 
@@ -80,16 +80,25 @@ def plugins(load: bool) -> None:
 @click.argument("kind", required=False)
 @click.argument("plugin", required=False)
 @click.argument("options", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--bind", help="Address to answer at: ipc://PATH or tcp://127.0.0.1:PORT.")
+@click.option("--bind", help="Address to answer at: ipc://PATH or tcp://HOST:PORT.")
+@click.option("--keys", type=click.Path(), help="Key pair of this server, to encrypt connections.")
+@click.option("--allow", type=click.Path(), help="File of the public keys of clients to let in.")
 @click.option("--spec", hidden=True, help="Name of a run's process; its spec is standard input.")
 def serve(
-    kind: str | None, plugin: str | None, options: Sequence[str], bind: str | None, spec: str | None
+    kind: str | None,
+    plugin: str | None,
+    options: Sequence[str],
+    bind: str | None,
+    keys: str | None,
+    allow: str | None,
+    spec: str | None,
 ) -> None:
     """Serve one service until stopped.
 
     KIND is rollout, trainer, weight_sync or data_store; KEY=VALUE are the plugin's options.
     The environment variable ASYNCFLOW_TOKEN holds the secret that clients show; without it one is
-    made and printed.
+    made and printed. An address beyond this machine takes --keys (see `asyncflow keys new`) and
+    --allow.
     """
     if spec is not None:
         from asyncflow_core.flow.serve import serve_from_stdin
@@ -99,7 +108,30 @@ def serve(
         raise click.UsageError("serve takes KIND, PLUGIN and --bind ADDRESS")
     from asyncflow_core.cli.serve import serve_by_hand
 
-    sys.exit(serve_by_hand(kind, plugin, options, bind))
+    sys.exit(serve_by_hand(kind, plugin, options, bind, keys=keys, allow=allow))
+
+
+@cli.group()
+def keys() -> None:
+    """Make and show the keys of connections beyond this machine."""
+
+
+@keys.command("new")
+@click.argument("file", type=click.Path())
+def keys_new(file: str) -> None:
+    """Write a new key pair to FILE and print its public key."""
+    from asyncflow_core.cli.keys import new_keys
+
+    new_keys(file)
+
+
+@keys.command("show")
+@click.argument("file", type=click.Path())
+def keys_show(file: str) -> None:
+    """Print the public key of the pair in FILE."""
+    from asyncflow_core.cli.keys import show_keys
+
+    show_keys(file)
 
 
 class _StartedError(Exception):

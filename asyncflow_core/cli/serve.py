@@ -13,24 +13,41 @@ from asyncflow_core.config_source import parse_override
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.open import open_service
 from asyncflow_core.flow.serve import INTERFACES, SUPPORTS, serve_until_stopped
-from asyncflow_core.wire import Server, serve_service
+from asyncflow_core.wire import KeyPair, Server, check_reach, load_allowed, serve_service
 
 __all__ = ["serve_by_hand"]
 
 
-def serve_by_hand(kind: str, plugin: str, options: Sequence[str], bind: str) -> int:
+def serve_by_hand(
+    kind: str,
+    plugin: str,
+    options: Sequence[str],
+    bind: str,
+    *,
+    keys: str | None,
+    allow: str | None,
+) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if kind not in INTERFACES:
         raise ConfigError(f"{kind!r} is not a service; services are {', '.join(INTERFACES)}")
+    check_reach(bind, bind=True, keys=bool(keys and allow))
     values = dict(map(parse_override, options))
     token = os.environ.get("ASYNCFLOW_TOKEN") or secrets.token_hex(16)
-    return asyncio.run(_serve(kind, plugin, values, bind, token))
+    server = Server(
+        bind,
+        name=kind,
+        token=token,
+        keys=KeyPair.load(keys) if keys else None,
+        allow=load_allowed(allow) if allow else (),
+    )
+    return asyncio.run(_serve(kind, plugin, values, server, token))
 
 
-async def _serve(kind: str, plugin: str, options: dict[str, Any], bind: str, token: str) -> int:
+async def _serve(
+    kind: str, plugin: str, options: dict[str, Any], server: Server, token: str
+) -> int:
     async with open_service(kind, plugin, options=options) as service:
-        server = Server(bind, name=kind, token=token)
         serve_service(server, kind, service, INTERFACES[kind], supports=SUPPORTS.get(kind, ()))
         async with server:
             print(f"serving {kind} {plugin} at {server.address}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ from asyncflow_core.flow.serve import INTERFACES, SUPPORTS
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.base import Service
-from asyncflow_core.wire import Client, remote
+from asyncflow_core.wire import Client, KeyPair, remote
 
 __all__ = ["open_service"]
 
@@ -78,6 +79,7 @@ def open_service(
     *,
     address: str = "",
     token: str = "",
+    keys: str | PathLike[str] = "",
     timeout_s: float | None = _CALL_S,
     registry: Registry | None = None,
     options: Mapping[str, Any] | None = None,
@@ -90,6 +92,7 @@ def open_service(
         plugin: its name; left out with `address`.
         address: where `asyncflow serve` answers, to call it there.
         token: secret that `asyncflow serve` was given.
+        keys: file of this client's key pair, for an address `tcp://HOST:PORT#KEY`.
         timeout_s: deadline of each call to a served one; None for none.
         registry: plugins to use; default: the installed ones.
         options: of the plugin, those that are called as one of these arguments.
@@ -109,14 +112,19 @@ def open_service(
         idle = {"plugin": plugin, "registry": registry, "options": values}
         where = "a served one, which was given its own when it started"
     else:
-        idle = {"token": token, "timeout_s": timeout_s != _CALL_S}
+        idle = {"token": token, "keys": keys, "timeout_s": timeout_s != _CALL_S}
         where = "one in this process; a plugin's option of that name goes into `options`"
     given = [name for name, value in idle.items() if value]
     if given:
         raise ConfigError(f"{', '.join(given)} would have no effect on {where}")
     client = None
     if address:
-        client = Client(address, name=f"{kind}-{secrets.token_hex(4)}", token=token)
+        client = Client(
+            address,
+            name=f"{kind}-{secrets.token_hex(4)}",
+            token=token,
+            keys=KeyPair.load(keys) if keys else None,
+        )
     return _Opening(kind, plugin, client, timeout_s, registry, values)
 
 

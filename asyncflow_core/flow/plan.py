@@ -202,7 +202,8 @@ class _Planner:
         if wanted != "auto":
             return SwitchMode(wanted)
         able: RolloutCapabilities = self._chosen["rollout"].capabilities
-        ahead = config.workflow.bound > 0 and SwitchMode.IN_FLIGHT in able.switch_modes
+        mixes = config.workflow.preset == "async" and config.workflow.bound > 0
+        ahead = mixes and SwitchMode.IN_FLIGHT in able.switch_modes
         return SwitchMode.IN_FLIGHT if ahead else SwitchMode.DRAIN
 
     def _resolved(self, config: RunConfig) -> RunConfig:
@@ -225,6 +226,8 @@ class _Planner:
 
     def _tasks(self, config: RunConfig) -> dict[str, TaskSpec]:
         everything = ("train", "eval")
+        flow = config.workflow
+        turns = flow.groups_per_step if flow.preset == "sequential" else 0
         tasks = [
             TaskSpec(
                 "rollout",
@@ -242,13 +245,15 @@ class _Planner:
                         name,
                         contract.reads,
                         contract.writes,
-                        contract.whole_groups,
+                        contract.whole_groups or bool(turns),
                         contract.partitions,
+                        batch_groups=turns if "train" in contract.partitions else 0,
                     )
                 )
         loss, prompts = self._chosen.get("loss"), self._prompt_columns()
         reads = dict.fromkeys([*_TRAIN_READS, *(loss.capabilities.reads if loss else ())])
-        tasks.append(TaskSpec("train", tuple(reads), (), True, ("train",), Order.STEP))
+        train = TaskSpec("train", tuple(reads), (), True, ("train",), Order.STEP, turns)
+        tasks.append(train)
         written = {column for task in tasks for column in task.writes}
         record = (*_RECORD_READS, *({"reward_error"} & written))
         partitions = everything if config.evaluation else ("train",)

@@ -1,6 +1,7 @@
-"""Conformance of a Trainer of one rank; `docs/spec/trainer.md` has the clauses.
+"""Conformance of a Trainer; `docs/spec/trainer.md` has the clauses.
 
-A plugin's contract test subclasses `TrainerTests` and gives the fixtures.
+A plugin's contract test subclasses `TrainerTests` and gives the fixtures. For several ranks the
+service is an `asyncflow_core.testing.ranks.RankedTrainer`.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class TrainerTests:
         assert column.lengths.tolist() == batch["response_ids"].lengths.tolist()
         assert column.array.dtype == np.float32
         assert (column.array <= 0).all()
-        assert (await service.forward(batch.take([])))["logprobs"].lengths.tolist() == []
+        for empty in (batch.take([]), Batch({}, rows=0)):
+            assert (await service.forward(empty))["logprobs"].lengths.tolist() == []
 
     async def test_forward_row_alone_equals_in_batch(self, service: Trainer, batch: Batch) -> None:
         """TR-2."""
@@ -175,8 +177,9 @@ class TrainerTests:
         info = await service.forward_backward(batch, loss, last=True)
         tokens = len(batch["prompt_ids"].array) + len(batch["response_ids"].array)
         assert (info.rows, info.tokens) == (batch.rows, tokens)
-        empty = await service.forward_backward(batch.take([]), loss, last=True)
-        assert (empty.rows, empty.tokens, empty.weight, empty.loss_sum) == (0, 0, 0, 0)
+        for nothing in (batch.take([]), Batch({}, rows=0)):
+            empty = await service.forward_backward(nothing, loss, last=True)
+            assert (empty.rows, empty.tokens, empty.weight, empty.loss_sum) == (0, 0, 0, 0)
         assert (await service.stats()).tokens == tokens
 
     async def test_optim_step_nothing_collected_not_applied(

@@ -88,7 +88,7 @@ class Link:
                 build = builder(strict=False).build
                 self.catalogue = build(dict[str, tuple[str, int, list[str]]], catalogue)
                 self.welcomed = True
-            case [p.WELCOME, int(version), *_]:
+            case [p.WELCOME, int(version), *_] if version != p.WIRE_VERSION:
                 older = "client" if version > p.WIRE_VERSION else "server"
                 raise WireVersionError(
                     f"the server at {self.where!r} speaks wire version {version} and the client "

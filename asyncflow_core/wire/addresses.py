@@ -68,6 +68,11 @@ def check_reach(address: str, *, bind: bool, keys: bool) -> None:
             f"the address {address!r} to listen at names a key; leave the # and what follows out, "
             "a server's key is that of its own pair"
         )
+    if not bind and server_key is not None and not keys:
+        raise ConfigError(
+            f"the server at {where!r} takes encrypted connections only, and no keys were given; "
+            f"{_KEYS}, whose public key goes into the server's allow-list"
+        )
     if beyond and not keys:
         need = "keys and allow-list" if bind else "keys"
         raise ConfigError(
@@ -75,17 +80,11 @@ def check_reach(address: str, *, bind: bool, keys: bool) -> None:
             f"connections are allowed, and no {need} were given; {_KEYS}; or use 127.0.0.1 or "
             "ipc://"
         )
-    if bind or (server_key is not None) == keys:
-        return
-    if keys:
+    if not bind and server_key is None and keys:
         raise ConfigError(
             f"the address {address!r} does not say which key its server has; write it as the "
             "server prints it, tcp://HOST:PORT#KEY"
         )
-    raise ConfigError(
-        f"the server at {where!r} takes encrypted connections only, and no keys were given; "
-        f"{_KEYS}, whose public key goes into the server's allow-list"
-    )
 
 
 def check_path(address: str, *, bind: bool) -> None:

@@ -17,7 +17,6 @@ from asyncflow_core.errors import (
     BackpressureError,
     ServiceClosedError,
     ServiceTimeoutError,
-    WireDecodeError,
 )
 from asyncflow_core.wire import _protocol as p
 from asyncflow_core.wire._gate import encrypt_client

@@ -196,8 +196,8 @@ class Server:
                 error
             )
         self._bound = sock.get_string(zmq.LAST_ENDPOINT)
-        key = self._keys and self._keys.public
-        self._address = self._bound if key is None else with_key(self._bound, key)
+        keys = self._keys
+        self._address = self._bound if keys is None else with_key(self._bound, keys.public)
         self._socket = LoopSocket(sock, self._limits, self._on_message)
         self._schedule_probe()
 

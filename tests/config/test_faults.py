@@ -182,6 +182,16 @@ CASES = [
         ("workflow", "groups_per_step 4 does not divide into updates_per_step 3 equal shares"),
     ),
     case(
+        "streaming with staleness",
+        [("preset: async", "preset: streaming, max_staleness: 1")],
+        ("workflow", "the streaming preset trains at staleness 0, max_staleness is 1"),
+    ),
+    case(
+        "delayed with another staleness",
+        [("preset: async", "preset: delayed, max_staleness: 2")],
+        ("workflow", "the delayed preset trains at staleness 1, max_staleness is 2"),
+    ),
+    case(
         "sequential with staleness",
         [("preset: async", "preset: sequential, max_staleness: 1")],
         ("workflow", "the sequential preset trains at staleness 0, max_staleness is 1"),
@@ -210,7 +220,7 @@ CASES = [
     case(
         "preset unknown",
         [("preset: async", "preset: asynch")],
-        ("workflow", "workflow.preset:", "'sequential' or 'async'", "'asynch'"),
+        ("workflow", "workflow.preset:", "'streaming', 'delayed' or 'async'", "'asynch'"),
     ),
     case(
         "store with a staleness of its own",

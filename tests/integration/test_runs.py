@@ -140,6 +140,57 @@ def test_sequential_trains_only_the_trainers_own_version(inline):
     assert all(m["staleness/updates_max"] == 0 for m in metrics)
 
 
+@pytest.mark.parametrize(
+    ("preset", "bound"), [("sequential", 0), ("streaming", 0), ("delayed", 1), ("async", 1)]
+)
+def test_each_preset_keeps_its_own_bound(inline, preset, bound):
+    summary, metrics, samples = finished(
+        inline(
+            workflow__preset=preset,
+            workflow__steps=6,
+            rollout__options={"token_s": 0.002},
+            rollout__sampling={"max_new_tokens": 3},
+        )
+    )
+    assert_consistent(summary, metrics, samples)
+    assert summary.max_staleness_trained == summary.max_staleness_allowed == bound
+
+
+def test_sequential_tasks_take_turns_over_the_whole_batch(inline):
+    calls = []
+
+    def taking_turns(name, writes):
+        def stage(batch):
+            calls.append((name, batch.rows))
+            return {writes: [0.0] * batch.rows}
+
+        return stage
+
+    shared = {"workers": 2, "rows": 4}
+    flow = inline(
+        workflow__preset="sequential",
+        evaluation=None,
+        rollout__rows_in_flight=3,
+        rollout__options={"token_s": 0.002},
+        stages__first={
+            "function": taking_turns("first", "a"),
+            "reads": ["response_ids"],
+            "writes": ["a"],
+            **shared,
+        },
+        stages__second={
+            "function": taking_turns("second", "b"),
+            "reads": ["a"],
+            "writes": ["b"],
+            **shared,
+        },
+    )
+    summary, metrics, samples = finished(flow)
+    assert_consistent(summary, metrics, samples)
+    names = [name for name, rows in calls for _ in range(rows)]
+    assert names == (["first"] * 16 + ["second"] * 16) * summary.steps
+
+
 @pytest.mark.parametrize("bound", [1, 2, 4])
 @pytest.mark.parametrize("slow", ["rollout", "trainer"])
 def test_async_keeps_its_bound(inline, bound, slow):

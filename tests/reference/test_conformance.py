@@ -23,6 +23,7 @@ from asyncflow_core.reference.weight_sync import (
 from asyncflow_core.registry import NoOptions
 from asyncflow_core.services.trainer import LossSpec
 from asyncflow_core.services.weight_sync import Bucket
+from asyncflow_core.testing.ranks import RankedTrainer
 from asyncflow_core.testing.rollout import RolloutTests
 from asyncflow_core.testing.trainer import TrainerTests
 from asyncflow_core.testing.weight_sync import WeightSyncTests
@@ -92,6 +93,32 @@ class TestTabularTrainer(TrainerTests):
     @pytest.fixture
     def misfit_loss(self):
         return LossSpec("torchish")
+
+
+class TestTabularTrainerOnTwoRanks(TestTabularTrainer):
+    @pytest.fixture
+    def unopened(self, options, registry, tmp_path_factory):
+        run_dir = tmp_path_factory.mktemp("ranks")
+        return RankedTrainer(
+            [
+                TabularTrainer(
+                    options,
+                    PartContext(
+                        name=f"trainer-{rank}",
+                        rank=rank,
+                        world_size=2,
+                        run_dir=run_dir,
+                        registry=registry,
+                    ),
+                )
+                for rank in range(2)
+            ]
+        )
+
+    @pytest.fixture
+    async def service(self, unopened):
+        async with unopened:
+            yield unopened
 
 
 class TestMemoryWeightSync(WeightSyncTests):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import types
 
 import numpy as np
 import pytest
@@ -16,7 +15,8 @@ from asyncflow_core.errors import (
     ServiceTimeoutError,
     WireVersionError,
 )
-from asyncflow_core.wire import BlockingClient, Method, Server, _protocol, blocking
+from asyncflow_core.wire import BlockingClient, Method, Server
+from asyncflow_core.wire._link import Link
 
 TOKEN = "token-of-this-run"
 
@@ -124,8 +124,8 @@ async def test_open_with_wrong_token_or_version_is_told_in_words(server, monkeyp
     def run():
         with pytest.raises(ProtocolError, match="token"):
             client(server, token="other").open()
-        older = types.SimpleNamespace(**{**vars(_protocol), "WIRE_VERSION": 0})
-        monkeypatch.setattr(blocking, "p", older)
+        hello = Link.hello
+        monkeypatch.setattr(Link, "hello", lambda link: [hello(link)[0], 0, *hello(link)[2:]])
         with pytest.raises(WireVersionError, match=r"version 0.*client"):
             client(server).open()
 

@@ -1,5 +1,6 @@
 """Models, batches and losses that the tests share."""
 
+import socket
 from dataclasses import replace
 from types import ModuleType
 
@@ -17,6 +18,12 @@ from asyncflow_hzp.service import HzpTrainer
 
 VOCAB = 64
 POLICY = LossSpec("policy")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def tiny_qwen3(**changes):

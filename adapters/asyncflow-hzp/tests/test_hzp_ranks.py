@@ -3,25 +3,18 @@
 import asyncio
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hzp_helpers import POLICY, make_batch, make_trainer, plain_logprobs, weights_of
+from hzp_helpers import POLICY, free_port, make_batch, make_trainer, plain_logprobs, weights_of
 from transformers import AutoModelForCausalLM
 
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.parts import PartContext
 
 HERE = Path(__file__).parent
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.multiproc

@@ -22,7 +22,7 @@ class HzpOptions(BaseModel):
     model: str
     """Directory of a Hugging Face causal language model."""
     frozen: bool = False
-    """Only `forward` (and exports): no gradients, no optimizer state, no float32 copy of the weights.
+    """Only `forward` and exports: no gradients, no optimizer state, no float32 copy of the weights.
     For a reference model."""
     lr: float = Field(default=1e-6, ge=0)
     """Learning rate after warm-up. 1e-6 suits models of billions of parameters; tiny ones take
