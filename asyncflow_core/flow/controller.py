@@ -96,7 +96,7 @@ class Controller:
         group.create_task(waits.run())
         await self._processes.start(group, stack, launcher, store, waits)
         parts = await self._connect(group, stack, store, waits)
-        await Steps(self._config, self._folder, parts, self._totals, self._on_step).run(group)
+        await Steps(self._plan, self._folder, parts, self._totals, self._on_step).run(group)
         raise _FinishedError
 
     async def _connect(

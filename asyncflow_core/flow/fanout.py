@@ -129,11 +129,23 @@ class Ranks:
     """All ranks as one.
 
     Concurrency: calls may come from several tasks; each waits for the one before it, so that all
-    ranks get them in one order.
+    ranks get them in one order. With `overlaps_export` a single rank's export holds up nothing but
+    `optim_step`, `load` and the next export.
     """
 
-    def __init__(self, first: TrainerRank, others: Sequence[RankControl] = ()) -> None:
+    def __init__(
+        self,
+        first: TrainerRank,
+        others: Sequence[RankControl] = (),
+        *,
+        overlaps_export: bool = False,
+    ) -> None:
         """Take rank 0, which lives here, and the others in their order."""
+        if overlaps_export and others:
+            raise InvariantError("exports of several ranks are collective and overlap nothing")
+        self._overlaps_export = overlaps_export
+        self._exported = asyncio.Event()
+        self._exported.set()
         self._ranks: tuple[RankControl, ...] = (first, *others)
         self._order = 0
         self._turn = asyncio.Lock()
@@ -211,6 +223,7 @@ class Ranks:
 
     async def optim_step(self) -> UpdateInfo:
         """The same update on all ranks."""
+        await self._exported.wait()
         infos = await self._all("optim_step", lambda rank, order, _: rank.optim_step(order))
         if len({(info.updates, info.weight) for info in infos}) > 1:
             raise InvariantError(f"the trainer's ranks made different updates: {list(infos)}")
@@ -226,6 +239,7 @@ class Ranks:
 
     async def load(self, path: str) -> None:
         """Load a checkpoint on all ranks."""
+        await self._exported.wait()
         await self._all("load", lambda rank, order, _: rank.load(order, path))
 
     async def save_model(self, path: str) -> bool:
@@ -238,13 +252,29 @@ class Ranks:
         Raises:
             DataError: two ranks yield the same tensor, or none yields any.
         """
-        found = await self._all(
-            "export_weights", lambda rank, order, _: rank.export(order, version, life)
-        )
+        if self._overlaps_export:
+            found = [await self._export_aside(version, life)]
+        else:
+            found = await self._all(
+                "export_weights", lambda rank, order, _: rank.export(order, version, life)
+            )
         parts = {rank: part for rank, part in enumerate(found) if part is not None}
         if not parts:
             raise DataError(f"no rank of the trainer yields a tensor of version {version}")
         return PublishedWeights.merged(parts)
+
+    async def _export_aside(self, version: int, life: int) -> PublishedWeights | None:
+        """The only rank's export, beside whatever else but a change of the weights."""
+        await self._exported.wait()
+        self._exported.clear()
+        try:
+            async with self._turn:
+                order, self._order = self._order, self._order + 1
+                exporting = asyncio.create_task(self._ranks[0].export(order, version, life))
+                await asyncio.sleep(0)  # it has begun, and counted its turn
+            return await exporting
+        finally:
+            self._exported.set()
 
     async def retire(self, version: int, life: int) -> None:
         """Give a version's memory back on all ranks."""

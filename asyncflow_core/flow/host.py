@@ -180,7 +180,8 @@ class Host:
             await self._connect(address, f"trainer-{number}")
             for number, address in enumerate(role.ranks, 1)
         ]
-        ranks = Ranks(TrainerRank(trainer, self._store, weight_sync), others)
+        first = TrainerRank(trainer, self._store, weight_sync)
+        ranks = Ranks(first, others, overlaps_export=role.overlaps_export)
         settings = TrainSettings(
             task=role.task,
             loss=LossSpec(role.loss.plugin, role.loss.options),

@@ -69,6 +69,8 @@ class TrainerRole(Section):
     """Wait for an update's whole share first."""
     weight_sync: PartConfig
     """Where weights go."""
+    overlaps_export: bool = False
+    """Export weights beside the next step's gradients."""
     ranks: tuple[str, ...] = ()
     """Addresses of the further ranks, in order."""
 

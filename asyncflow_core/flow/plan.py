@@ -23,6 +23,7 @@ from asyncflow_core.parts import StageContract
 from asyncflow_core.registry import Plugin, Registry
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.services.rollout import RolloutCapabilities, SwitchMode
+from asyncflow_core.services.trainer import TrainerCapabilities
 
 __all__ = ["Chosen", "Plan", "make_plan"]
 
@@ -74,6 +75,12 @@ class Plan:
     chosen: Mapping[str, Chosen]
     tasks: Mapping[str, TaskSpec]
     switch_mode: SwitchMode
+
+    @property
+    def overlaps_export(self) -> bool:
+        """Whether weights are exported beside the next step's gradients."""
+        able: TrainerCapabilities = self.chosen["trainer"].capabilities
+        return able.overlapped_export and self.config.trainer.world_size == 1
 
 
 def make_plan(source: ConfigSource, registry: Registry) -> Plan:

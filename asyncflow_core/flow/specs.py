@@ -123,6 +123,7 @@ def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> Trainer
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         whole_batch=flow.preset == "sequential",
         weight_sync=weight_sync,
+        overlaps_export=plan.overlaps_export,
         ranks=tuple(
             f"ipc://{run_dir}/trainer-{rank}.sock" for rank in range(1, config.trainer.world_size)
         ),

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from asyncflow_core import metrics
-from asyncflow_core.config import RunConfig
-from asyncflow_core.flow.control import RolloutControl, TrainerControl
+from asyncflow_core.flow.control import RolloutControl, StepReport, TrainerControl
+from asyncflow_core.flow.plan import Plan
 from asyncflow_core.flow.record import Recorder, RunFolder
 from asyncflow_core.flow.results import StepResult
 from asyncflow_core.flow.supply import Supply
@@ -19,6 +19,7 @@ from asyncflow_core.flow.totals import Totals
 from asyncflow_core.flow.waits import Waits
 from asyncflow_core.parts import Tokenizer
 from asyncflow_core.services.data_store import DataStore
+from asyncflow_core.services.weight_sync import PublishedWeights
 
 __all__ = ["Parts", "Steps"]
 
@@ -44,18 +45,20 @@ class Steps:
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: Plan,
         folder: RunFolder,
         parts: Parts,
         totals: Totals,
         on_step: Callable[[StepResult], None],
     ) -> None:
         """Take what is connected; `run` does everything."""
-        self._config = config
+        self._config = plan.config
+        self._overlaps_export = plan.overlaps_export
         self._folder = folder
         self._parts = parts
         self._totals = totals
         self._on_step = on_step
+        self._started = self._step_ended = 0.0
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish the first weights, evaluate, train all steps, evaluate, save the model."""
@@ -74,41 +77,61 @@ class Steps:
         self._totals.rows_evaluated = parts.supply.rows_evaluated
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
-        parts = self._parts
-        supply, switching, steps = parts.supply, parts.switching, self._config.workflow.steps
-        start = step_start = time.perf_counter()
+        """All steps; what is counted and written of one is beside the next."""
+        parts, steps = self._parts, self._config.workflow.steps
+        self._started = self._step_ended = time.perf_counter()
         busy_before = await _busy_s(parts.replicas)
-        group.create_task(supply.admit())
-        for version in range(steps):
-            parts.waits.begin(f"step {version + 1}", switching.waiting)
-            report = await parts.trainer.step(version)
-            supply.advance(report.version)  # its puts go beside the export
-            published_at = time.perf_counter()
-            weights = await parts.trainer.publish(report.version, 0)
-            switching.published(weights)
-            publish_s = time.perf_counter() - published_at
-            rewards = await parts.recorder.wait_batch(version, report.rows)
-            if rewards.errors and not self._totals.reward_errors:
-                _log.warning("a reward failed and counts 0: %s", rewards.last_error)
-            now = time.perf_counter()
-            record = {
-                **self._totals.add(report, rewards),
-                metrics.STEP_WALL_S: now - step_start,
-                metrics.TOKENS_PER_S: report.tokens / (now - step_start),
-                metrics.WEIGHTS_PUBLISH_S: publish_s,
-                metrics.WEIGHTS_STAGE_S: switching.stage_s,
-                metrics.WEIGHTS_COMMIT_S: switching.commit_s,
-                metrics.WEIGHTS_FAILURES: float(switching.failures),
-                metrics.WEIGHTS_COMPARED: float(switching.compared),
-                **await _switched_tokens(parts.replicas),
-                metrics.WEIGHTS_BYTES: float(weights.manifest.nbytes),
-            }
-            step_start = now
-            self._folder.append("metrics.jsonl", [{"version": report.version, **record}])
-            self._on_step(StepResult(report.version, steps, record))
-        self._totals.wall_s = time.perf_counter() - start
+        group.create_task(parts.supply.admit())
+        parts.waits.begin("step 1", parts.switching.waiting)
+        stepping = group.create_task(parts.trainer.step(0))
+        for version in range(1, steps + 1):
+            report = await stepping
+            parts.supply.advance(version)  # its puts go beside the export
+            publishing = group.create_task(self._publish(version))
+            if version < steps:
+                parts.waits.begin(f"step {version + 1}", parts.switching.waiting)
+                if self._overlaps_export:
+                    await asyncio.sleep(0)  # the export is called before the step that may go on
+                else:
+                    await publishing
+                stepping = group.create_task(parts.trainer.step(version))
+            await self._record(report, publishing)
+        self._totals.wall_s = time.perf_counter() - self._started
         busy_s = await _busy_s(parts.replicas) - busy_before
         self._totals.rollout_busy_s = busy_s / len(parts.replicas)
+
+    async def _publish(self, version: int) -> tuple[PublishedWeights, float]:
+        """Bring a version on its way to the replicas; what was published, and the seconds."""
+        start = time.perf_counter()
+        weights = await self._parts.trainer.publish(version, 0)
+        self._parts.switching.published(weights)
+        return weights, time.perf_counter() - start
+
+    async def _record(
+        self, report: StepReport, publishing: asyncio.Task[tuple[PublishedWeights, float]]
+    ) -> None:
+        parts, switching = self._parts, self._parts.switching
+        now = time.perf_counter()
+        wall_s, self._step_ended = now - self._step_ended, now
+        rewards = await parts.recorder.wait_batch(report.version - 1, report.rows)
+        if rewards.errors and not self._totals.reward_errors:
+            _log.warning("a reward failed and counts 0: %s", rewards.last_error)
+        weights, publish_s = await publishing
+        record = {
+            **self._totals.add(report, rewards),
+            metrics.STEP_WALL_S: wall_s,
+            metrics.TOKENS_PER_S: report.tokens / wall_s,
+            metrics.WEIGHTS_PUBLISH_S: publish_s,
+            metrics.WEIGHTS_STAGE_S: switching.stage_s,
+            metrics.WEIGHTS_COMMIT_S: switching.commit_s,
+            metrics.WEIGHTS_FAILURES: float(switching.failures),
+            metrics.WEIGHTS_COMPARED: float(switching.compared),
+            **await _switched_tokens(parts.replicas),
+            metrics.WEIGHTS_BYTES: float(weights.manifest.nbytes),
+        }
+        self._folder.append("metrics.jsonl", [{"version": report.version, **record}])
+        steps = self._config.workflow.steps
+        self._on_step(StepResult(report.version, steps, record))
 
     async def _evaluate(self, epoch: int) -> None:
         """Answer the held-out prompts with the weights that serve; nothing else is running."""

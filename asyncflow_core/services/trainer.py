@@ -148,6 +148,8 @@ class TrainerCapabilities:
         truncated_sampling: it masks top-p, top-k, min-p as the sampler did.
         entropy: it gives losses an `entropy` column [T].
         sharded_export: every rank yields buckets; else rank 0 yields them all.
+        overlapped_export: of a single rank, `export_weights` may run beside `forward` and
+            `forward_backward`; the next `optim_step` waits for its end.
         model_export: it is a `SupportsModelExport`.
     """
 
@@ -156,6 +158,7 @@ class TrainerCapabilities:
     truncated_sampling: bool = False
     entropy: bool = False
     sharded_export: bool = False
+    overlapped_export: bool = False
     model_export: bool = False
 
 

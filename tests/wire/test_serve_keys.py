@@ -52,11 +52,11 @@ async def test_served_with_keys_made_by_the_command_lets_its_client_in(
     public = {}
     for name in ("server", "client", "stranger"):
         out, err = start("keys", "new", f"{name}.key").communicate(timeout=60)
-        public[name] = re.search(r"public key (\w{64})\n", out)[1]  # type: ignore[index]
+        public[name] = re.search(r"public key (\w{64})\n", out)[1]
         assert not err
     assert stat.S_IMODE((tmp_path / "server.key").stat().st_mode) == 0o600
-    assert start("keys", "show", "client.key").communicate(timeout=60)[0].strip() == (
-        public["client"]
+    assert (
+        start("keys", "show", "client.key").communicate(timeout=60)[0].strip() == (public["client"])
     )
     (tmp_path / "allow").write_text(f"{public['client']} a client\n")
     process = start(
@@ -72,10 +72,10 @@ async def test_served_with_keys_made_by_the_command_lets_its_client_in(
     def opening(name: str) -> object:
         return af.open("data_store", address=here, token=TOKEN, keys=tmp_path / f"{name}.key")
 
-    async with opening("client") as store:  # type: ignore[attr-defined]
+    async with opening("client") as store:
         assert (await store.stats()).rows == 0
     with pytest.raises(PeerLostError, match=f"{public['stranger']} is not in the server's allow"):
-        async with opening("stranger"):  # type: ignore[attr-defined]
+        async with opening("stranger"):
             pass
     with pytest.raises(ConfigError, match=r"leads beyond this machine.*asyncflow keys new"):
         async with af.open("data_store", address=where, token=TOKEN):

@@ -190,14 +190,15 @@ async def test_stranger_without_the_token_gets_no_answer(make):
 
 
 async def test_way_beyond_this_machine_is_encrypted_and_needs_the_key(make, monkeypatch):
-    monkeypatch.setattr("asyncflow_weights_host.sockets.is_private", lambda _: False)
-    monkeypatch.setattr("asyncflow_weights_host.zmq_service.is_private", lambda _: False)
+    monkeypatch.setattr("asyncflow_weights_host.sockets.is_local", lambda _: False)
+    monkeypatch.setattr("asyncflow_weights_host.zmq_service.is_local", lambda _: False)
     listen = "tcp://127.0.0.1:*"
     async with make(listen=listen) as trainer, make(listen=listen, stall_s=0.5) as replica:
         published = await put(trainer, 1)
-        assert "|" in published.locator["address"]
+        assert split_key(published.locator["address"])[1] is not None
         assert await receive(replica, published) == published.manifest.checksum
-        strange = list(zmq.curve_keypair())
+        pair = KeyPair.new()
+        strange = [pair.public, pair.secret]
         async with make(listen=listen, stall_s=0.5) as stranger:
             locator = {**published.locator, "client": strange}
             with pytest.raises(ServiceError, match="does not answer"):

@@ -16,7 +16,7 @@ from asyncflow_core.services.data_store import (
     StoreStats,
     TaskSpec,
 )
-from asyncflow_core.wire import BlockingClient
+from asyncflow_core.wire import BlockingClient, KeyPair
 from asyncflow_store_zmq.memory import Call, Steps
 from asyncflow_store_zmq.reader import Reader
 from asyncflow_store_zmq.session import Session
@@ -34,10 +34,13 @@ class BlockingStore:
     Concurrency: for one thread at a time.
     """
 
-    def __init__(self, address: str, *, token: str, name: str = "") -> None:
-        """Where a store answers, and its secret; `open` connects."""
+    def __init__(
+        self, address: str, *, token: str, name: str = "", keys: KeyPair | None = None
+    ) -> None:
+        """Where a store answers, its secret, and keys if the address has one; `open` connects."""
         self._address = address
         self._token = token
+        self._keys = keys
         self._name = name or f"client-{secrets.token_hex(4)}"
         self._clients: list[BlockingClient] = []
         self._session: Session | None = None
@@ -57,7 +60,9 @@ class BlockingStore:
             self._clients.insert(-1, self._connect(address))
 
     def _connect(self, address: str) -> BlockingClient:
-        client = BlockingClient(address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S)
+        client = BlockingClient(
+            address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
+        )
         client.open()
         return client
 

@@ -102,7 +102,8 @@ class Controller:
             await client.aclose()
 
     async def _add_shard(self, address: str) -> None:
-        client = Client(address, name="controller", token=self._spec.token)
+        spec = self._spec
+        client = Client(address, name="controller", token=spec.token, keys=spec.key_pair())
         await client.open()
         arena = Arena(self._spec.arena(len(self._arenas)))
         self._shards.append(client)

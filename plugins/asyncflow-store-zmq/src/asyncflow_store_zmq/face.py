@@ -9,11 +9,13 @@ Source: AsyncFlow (arXiv 2507.01663), user-level API.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from asyncflow_core.batch import Batch, GroupKey
 from asyncflow_core.services.data_store import Lease, Registration, TaskSpec
+from asyncflow_core.wire import KeyPair
 from asyncflow_store_zmq.blocking import BlockingStore
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.store import ZmqDataStore
@@ -42,9 +44,18 @@ class _Sequence:
 class Experiences:
     """Blocking. `source` numbers this pipeline's prompts; one source, one writer."""
 
-    def __init__(self, address: str, *, token: str, name: str = "", source: int = 0) -> None:
-        """Where a store answers, and its secret."""
-        self.store = BlockingStore(address, token=token, name=name)
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        name: str = "",
+        source: int = 0,
+        keys: str | PathLike[str] | None = None,
+    ) -> None:
+        """Where a store answers, its secret, and a key file if the address has a key."""
+        pair = None if keys is None else KeyPair.load(keys)
+        self.store = BlockingStore(address, token=token, name=name, keys=pair)
         self._keys = _Sequence(source)
 
     def __enter__(self) -> Self:
@@ -98,9 +109,19 @@ class Experiences:
 class AsyncExperiences:
     """As `Experiences`, on an event loop; any number of calls at a time."""
 
-    def __init__(self, address: str, *, token: str, name: str = "", source: int = 0) -> None:
-        """Where a store answers, and its secret."""
-        self.store = ZmqDataStore(ZmqOptions(connect=address, token=token), name=name)
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        name: str = "",
+        source: int = 0,
+        keys: str | PathLike[str] | None = None,
+    ) -> None:
+        """Where a store answers, its secret, and a key file if the address has a key."""
+        path = None if keys is None else fspath(keys)
+        options = ZmqOptions(connect=address, token=token, keys=path)
+        self.store = ZmqDataStore(options, name=name)
         self._keys = _Sequence(source)
         self._registrations: list[Registration] = []
 

@@ -59,6 +59,8 @@ class StoreProcesses:
             capacity_bytes=options.capacity_bytes,
             max_staleness=options.max_staleness,
             max_gap_s=options.max_gap_s,
+            keys=options.keys or "",
+            allow=options.allow or "",
         )
         starting = [self._start(spec, "shard", str(number)) for number in range(spec.shards)]
         addresses = tuple(await asyncio.gather(*starting))

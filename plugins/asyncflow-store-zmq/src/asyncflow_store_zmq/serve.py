@@ -50,7 +50,7 @@ def _end_with_the_starter() -> None:
 async def _controller(spec: StoreSpec) -> None:
     controller = Controller(spec)
     await controller.open()
-    server = Server(spec.address, name="store", token=spec.token)
+    server = spec.server(spec.address, name="store")
     controller.expose(server)
     try:
         await _serve(server)
@@ -59,7 +59,7 @@ async def _controller(spec: StoreSpec) -> None:
 
 
 async def _shard(spec: StoreSpec, number: int) -> None:
-    server = Server(spec.shard_address(number), name=f"shard-{number}", token=spec.token)
+    server = spec.server(spec.shard_address(number), name=f"shard-{number}")
     Shard(spec, number).expose(server)
     await _serve(server)
 

@@ -9,6 +9,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from asyncflow_core.wire import KeyPair, Server, load_allowed, split_key
+
 __all__ = ["StoreSpec"]
 
 
@@ -25,6 +27,7 @@ class StoreSpec:
         shard_addresses: where those answer, once they do.
         durability: none, journal or fsync.
         capacity_rows, capacity_bytes, max_staleness, max_gap_s: as in the ledger.
+        keys, allow: files of the store's key pair and of the public keys it lets in, if it has any.
     """
 
     directory: str
@@ -38,6 +41,8 @@ class StoreSpec:
     max_staleness: int
     max_gap_s: float
     shard_addresses: tuple[str, ...] = ()
+    keys: str = ""
+    allow: str = ""
 
     def dump(self) -> bytes:
         """One line."""
@@ -53,7 +58,22 @@ class StoreSpec:
         return Path(self.directory) / f"shard-{shard}.arena"
 
     def shard_address(self, shard: int) -> str:
-        """Where a shard is to listen."""
+        """Where a shard is to listen: where the controller does, at a port of its own."""
         if self.address.startswith("tcp://"):
-            return "tcp://127.0.0.1:*"
+            where, _ = split_key(self.address)
+            return f"{where.rpartition(':')[0]}:*"
         return f"ipc://{self.sockets}/shard-{shard}.sock"
+
+    def server(self, address: str, *, name: str) -> Server:
+        """A server of the store at an address."""
+        return Server(
+            address,
+            name=name,
+            token=self.token,
+            keys=self.key_pair(),
+            allow=load_allowed(self.allow) if self.allow else (),
+        )
+
+    def key_pair(self) -> KeyPair | None:
+        """The store's own."""
+        return KeyPair.load(self.keys) if self.keys else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from asyncflow_core.services.data_store import (
     StoreStats,
     TaskSpec,
 )
-from asyncflow_core.wire import Client
+from asyncflow_core.wire import Client, KeyPair
 from asyncflow_store_zmq.memory import Call, Steps
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.processes import StoreProcesses
@@ -68,12 +69,15 @@ class ZmqDataStore(DataStore):
         self.processes: StoreProcesses | None = None
         self.address = self._options.connect
         self._token = self._options.token or secrets.token_hex(16)
+        self._keys: KeyPair | None = None
         self._clients: list[Client] = []  # the controller's last
         self._session: Session | None = None
         self._waiting: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
         """Start the store, if need be, and connect."""
+        if self._options.keys is not None:
+            self._keys = KeyPair.load(self._options.keys)
         if not self._options.connect:
             self.processes = StoreProcesses(self._options, self._token, self._run_dir)
             self.address = (await self.processes.open()).address
@@ -90,7 +94,9 @@ class ZmqDataStore(DataStore):
             self._clients.insert(-1, await self._connect(address))
 
     async def _connect(self, address: str) -> Client:
-        client = Client(address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S)
+        client = Client(
+            address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
+        )
         await client.open()
         return client
 
@@ -115,7 +121,9 @@ class ZmqDataStore(DataStore):
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which another process reaches this store."""
-        return {"connect": self.address, "token": self._token}
+        keys = self._options.keys
+        pair = {} if keys is None else {"keys": os.path.abspath(keys)}
+        return {"connect": self.address, "token": self._token, **pair}
 
     async def _run(self, steps: Steps, returns: Any = Any) -> Any:
         """Make the calls a session asks for."""

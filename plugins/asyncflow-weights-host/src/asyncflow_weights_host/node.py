@@ -18,9 +18,10 @@ from typing import Any
 
 import zmq
 
+from asyncflow_core.wire import KeyPair
 from asyncflow_weights_host.held import Held
 from asyncflow_weights_host.protocol import Content, Header, Op
-from asyncflow_weights_host.sockets import Keys, Sockets
+from asyncflow_weights_host.sockets import Sockets
 
 __all__ = ["Node", "Origin"]
 
@@ -36,7 +37,7 @@ class Origin:
 
     address: str
     token: bytes
-    keys: Keys
+    keys: KeyPair
 
 
 @dataclass(slots=True, eq=False)

@@ -3,56 +3,30 @@
 from __future__ import annotations
 
 import ctypes
-import ipaddress
-import urllib.parse
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from asyncflow_core.errors import ConfigError
+from asyncflow_core.wire import KeyPair, check_reach, is_local, split_key, with_key
 from asyncflow_weights_host.held import CHUNK_BYTES
 
-__all__ = ["Keys", "Sockets", "is_private"]
+__all__ = ["Sockets"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SMALL_BYTES = 4096
 _QUEUED = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """A CURVE key pair, Z85."""
-
-    public: bytes
-    secret: bytes
-
-    @classmethod
-    def new(cls) -> Keys:
-        """A fresh pair."""
-        return cls(*zmq.curve_keypair())
-
-
-def is_private(address: str) -> bool:
-    """Whether only this machine reaches an address: ipc, or tcp on loopback."""
-    if address.startswith("ipc://"):
-        return True
-    if not address.startswith("tcp://"):
-        raise ConfigError(f"the address {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
-    host = urllib.parse.urlsplit(address.replace(":*", ":0")).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+_DOMAIN = b"asyncflow"
 
 
 class Sockets:
     """The sockets of one node, in a context of their own.
 
     An address that leaves this machine is served with CURVE, and only admitted keys are let in.
-    A publisher's goes with its locators, over the control plane: whoever may fetch has it. Such an
-    address is written `tcp://HOST:PORT|PUBLIC`.
+    All are made for the run: a publisher's client pair goes with its locators, over the control
+    plane, so that whoever may fetch has it. Such an address is written `tcp://HOST:PORT#KEY`.
     """
 
     def __init__(self) -> None:
@@ -62,7 +36,7 @@ class Sockets:
         self._admitted = _Admitted()
         self._authenticator: ThreadAuthenticator | None = None
 
-    def admit(self, keys: Keys) -> None:
+    def admit(self, keys: KeyPair) -> None:
         """Let clients with these keys in."""
         self._admitted.keys.add(keys.public)
 
@@ -73,37 +47,40 @@ class Sockets:
         socket.setsockopt(zmq.MAXMSGSIZE, _SMALL_BYTES)
         socket.set_hwm(_QUEUED)
         socket.linger = 0
-        suffix = "" if is_private(address) else self._encrypt(socket)
+        keys = None if is_local(address) else self._encrypt(socket)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
             socket.close()
             raise ConfigError(f"cannot bind {address!r}: {error}") from error
-        return socket, socket.get_string(zmq.LAST_ENDPOINT) + suffix
+        bound = socket.get_string(zmq.LAST_ENDPOINT)
+        return socket, bound if keys is None else with_key(bound, keys.public)
 
-    def _encrypt(self, socket: zmq.Socket[bytes]) -> str:
-        keys = Keys.new()
+    def _encrypt(self, socket: zmq.Socket[bytes]) -> KeyPair:
+        keys = KeyPair.new()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=self._admitted)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        # Without this an authenticator that ended would let everybody in.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-        return f"|{keys.public.decode()}"
+        return keys
 
-    def client(self, address: str, keys: Keys) -> zmq.Socket[bytes]:
+    def client(self, address: str, keys: KeyPair) -> zmq.Socket[bytes]:
         """A DEALER that connects; `keys` are used where the way is encrypted."""
-        address, _, public = address.partition("|")
-        if not is_private(address) and not public:
-            raise ConfigError(f"the address {address!r} leaves this machine without a key")
+        where, public = split_key(address)
+        check_reach(address, bind=False, keys=public is not None)
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES + _SMALL_BYTES)
         socket.set_hwm(_QUEUED)
         socket.linger = 0
-        if public:
-            socket.curve_serverkey = public.encode()
+        if public is not None:
+            socket.curve_serverkey = public
             socket.curve_publickey = keys.public
             socket.curve_secretkey = keys.secret
-        socket.connect(address)
+        socket.connect(where)
         return socket
 
     def close(self) -> None:
@@ -135,4 +112,4 @@ class _Admitted:
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client may connect."""
         del domain
-        return key in self.keys
+        return z85.decode(key) in self.keys

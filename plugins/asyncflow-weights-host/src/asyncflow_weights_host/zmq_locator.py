@@ -8,10 +8,10 @@ from typing import Any
 
 from asyncflow_core.errors import DataError
 from asyncflow_core.services.weight_sync import Bucket, PublishedWeights
+from asyncflow_core.wire import KeyPair
 from asyncflow_weights_host.locator import BucketPlace, check_places, places_of, places_to_plain
 from asyncflow_weights_host.node import Origin
 from asyncflow_weights_host.protocol import TOKEN_BYTES
-from asyncflow_weights_host.sockets import Keys
 
 __all__ = ["DeltaOffer", "ZmqLocator", "places_in"]
 
@@ -77,7 +77,7 @@ class ZmqLocator:
                 Origin(
                     str(fields["address"]),
                     bytes(fields["token"]),
-                    Keys(bytes(public), bytes(secret)),
+                    KeyPair(bytes(public), bytes(secret)),
                 ),
                 places_of(fields["buckets"]),
                 offer,

@@ -26,6 +26,7 @@ from asyncflow_core.services.weight_sync import (
     WeightSource,
     WeightSyncStats,
 )
+from asyncflow_core.wire import KeyPair, is_local, split_key
 from asyncflow_weights_host import delta
 from asyncflow_weights_host.held import Held, Pool
 from asyncflow_weights_host.intake import in_thread
@@ -33,7 +34,7 @@ from asyncflow_weights_host.locator import here
 from asyncflow_weights_host.node import Node, Origin
 from asyncflow_weights_host.options import ZmqOptions
 from asyncflow_weights_host.protocol import TOKEN_BYTES, Content
-from asyncflow_weights_host.sockets import Keys, Sockets, is_private
+from asyncflow_weights_host.sockets import Sockets
 from asyncflow_weights_host.zmq_locator import DeltaOffer, ZmqLocator, places_in
 
 __all__ = ["ZmqWeightSync"]
@@ -74,7 +75,7 @@ class ZmqWeightSync(VersionedWeightSync):
         self._options = options
         self._run_dir = ctx.run_dir
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._client = Keys.new()
+        self._client = KeyPair.new()
         self._node: Node | None = None
         self._bases: dict[bytes, _Base] = {}
         self._pulled: dict[Content, None] = {}
@@ -92,7 +93,7 @@ class ZmqWeightSync(VersionedWeightSync):
     def _listen_address(self) -> str:
         listen = self._options.listen
         if listen != "ipc":
-            is_private(listen)
+            is_local(listen)
             return listen
         if self._run_dir is None:
             raise ConfigError(
@@ -178,7 +179,7 @@ class ZmqWeightSync(VersionedWeightSync):
         self._check_transport(replica, published)
         locator = ZmqLocator.of(published)
         name, boot_id = here()
-        if boot_id != locator.boot_id and is_private(locator.origin.address.partition("|")[0]):
+        if boot_id != locator.boot_id and is_local(split_key(locator.origin.address)[0]):
             raise self._error(
                 f"replica {replica!r} runs on host {name!r}, the weights are offered on host "
                 f"{locator.host!r} only; let the option 'listen' name an interface"

@@ -1,0 +1,1 @@
+"""The rollout `sglang`: SGLang servers behind AsyncFlow's `Rollout`."""
