@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 __all__ = [
+    "CheckpointConfig",
     "EvaluationConfig",
     "FunctionName",
     "InputPath",
@@ -34,6 +35,7 @@ __all__ = [
     "ServiceConfig",
     "StageConfig",
     "TrainerConfig",
+    "WatchdogConfig",
     "WeightSyncConfig",
     "WorkflowConfig",
     "with_default_plugins",
@@ -176,6 +178,10 @@ class StageConfig(Section):
     """Threads or processes that share the work."""
     rows: int = Field(64, ge=1)
     """Most rows of one call; a whole group may exceed it."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds one call may take. In a process of its own (`module:name`) it is ended then, and
+    rows that are to blame are given up: a reward's count 0, as if it had raised, others are
+    dropped. A stage on a thread of the run cannot be ended: the run ends, and says so."""
 
     @model_validator(mode="after")
     def _one_source(self) -> StageConfig:
@@ -252,6 +258,35 @@ class EvaluationConfig(Section):
     """Least reward that counts as right."""
 
 
+class WatchdogConfig(Section):
+    """What is done about services that die, are stuck, or wait for each other."""
+
+    stuck_s: float = Field(15.0, gt=0)
+    """Seconds a process may give no sign of life before it is ended. While it starts and loads its
+    model the launcher's `start_timeout_s` holds instead."""
+    restarts: int = Field(3, ge=0)
+    """Times each rollout replica and each stage's worker may be started again within
+    `restart_window_s`; one more death ends the run. A trainer's death always does."""
+    restart_window_s: float = Field(600.0, gt=0)
+    """Seconds after which a death is forgotten."""
+    idle_s: float = Field(3600.0, gt=0)
+    """Seconds in which no row is finished, no step done, no process started and no weights are
+    taken, after which the run ends and says who waits for whom."""
+
+
+class CheckpointConfig(Section):
+    """Saving a run, so that `asyncflow run --resume` goes on with it, whatever ended it."""
+
+    every: int = Field(0, ge=0)
+    """Steps from one checkpoint to the next; the last step makes one, too. 0 for none."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    resume: Literal["reuse", "exact"] = "reuse"
+    """What a resumed run does with rows that are not trained. reuse: a durable data store gives
+    back those whose tokens are all of the checkpoint's version or older; the others are generated
+    again. exact: all are generated again, as if the run had just come to the checkpoint."""
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -279,6 +314,10 @@ class RunConfig(Section):
     """Steps, batches, staleness."""
     evaluation: EvaluationConfig | None = EvaluationConfig()
     """Held-out evaluation; null for none."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run is saved, and how a resumed one goes on."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """Restarts, and how long silence is borne."""
     data_store: PartConfig = PartConfig(plugin="memory")
     """The table through which samples stream."""
     weight_sync: WeightSyncConfig = WeightSyncConfig(plugin="host")

@@ -14,8 +14,9 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2, prefetch 2": ("fsdp2", {"prefetch": 2}),
     "fsdp2, no reshard": ("fsdp2", {"reshard": False}),
 }
+LOOPBACK = {name: TWO_RANKS[name] for name in ("hzp (2,2,2)", "fsdp2", "hzp (1,1,1)", "fsdp2, no reshard") if name in TWO_RANKS}
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "hzp (4,4,4)": ("hzp", {"sizes": [4, 4, 4]}),
     "hzp (2,2,4)": ("hzp", {"sizes": [2, 2, 4]}),
@@ -50,8 +52,28 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+@dataclass(frozen=True)
+class Net:
+    """Where ranks run: the namespace of each half of them, and the device they meet over."""
+
+    spaces: tuple[str, str]
+    device: str
+    address: str
+
+
 @contextmanager
-def slow_link(name: str) -> Iterator[tuple[str, str]]:
+def loopback(name: str) -> Iterator[Net]:
+    """One namespace for all ranks, with a loopback device of its own."""
+    ip("netns", "add", name)
+    try:
+        ip("-n", name, "link", "set", "lo", "up")
+        yield Net((name, name), "lo", "127.0.0.1")
+    finally:
+        ip("netns", "del", name)
+
+
+@contextmanager
+def slow_link(name: str) -> Iterator[Net]:
     """Two namespaces joined at RATE; they are gone afterwards."""
     spaces = (f"{name}a", f"{name}b")
     with ExitStack() as stack:
@@ -66,14 +88,14 @@ def slow_link(name: str) -> Iterator[tuple[str, str]]:
                 ip("-n", space, "link", "set", device, "up")
             words = f"qdisc add dev hzp root tbf rate {RATE} burst 128kb latency 50ms"
             subprocess.run(["tc", "-n", space, *words.split()], check=True)
-        yield spaces
+        yield Net(spaces, "hzp", "10.77.0.1")
 
 
 class Variant:
     """The processes of one variant, and what they measured."""
 
     def __init__(
-        self, spaces: Sequence[str], port: int, kind: str, options: dict[str, Any], world: int
+        self, net: Net, port: int, kind: str, options: dict[str, Any], world: int
     ) -> None:
         self.seconds: list[float] = []
         self.values: list[float] = []
@@ -88,16 +110,17 @@ class Variant:
                     "core": node % (os.cpu_count() or 1),
                     "kind": kind,
                     "options": options,
+                    "device": net.device,
                 }
                 environment = {
                     **os.environ,
-                    "MASTER_ADDR": "10.77.0.1",
+                    "MASTER_ADDR": net.address,
                     "MASTER_PORT": str(port),
-                    "GLOO_SOCKET_IFNAME": "hzp",
+                    "GLOO_SOCKET_IFNAME": net.device,
                     "OMP_NUM_THREADS": "1",
                     "LOCAL_WORLD_SIZE": str(world // 2),
                 }
-                inside = ["ip", "netns", "exec", spaces[node], sys.executable, str(WORKER)]
+                inside = ["ip", "netns", "exec", net.spaces[node], sys.executable, str(WORKER)]
                 process = subprocess.Popen(
                     [*inside, json.dumps(order)],
                     stdin=subprocess.PIPE,
@@ -141,19 +164,26 @@ class Variant:
 
 
 def measure(
-    plans: dict[str, tuple[str, dict[str, Any]]], world: int, rounds: int, stack: ExitStack
+    plans: dict[str, tuple[str, dict[str, Any]]],
+    world: int,
+    rounds: int,
+    stack: ExitStack,
+    *,
+    fast: bool = False,
 ) -> dict[str, Variant]:
     """Run the variants in turn, and print their table."""
-    spaces = stack.enter_context(slow_link(f"hzp{os.getpid()}x{world}"))
+    name = f"hzp{os.getpid()}x{world}"
+    net = stack.enter_context(loopback(name) if fast else slow_link(name))
     variants: dict[str, Variant] = {}
     for number, (name, (kind, options)) in enumerate(plans.items()):
-        variants[name] = Variant(spaces, 29600 + number, kind, options, world)
+        variants[name] = Variant(net, 29600 + number, kind, options, world)
         stack.callback(variants[name].close)
         variants[name].ask("warm_up")
     for _ in range(rounds):
         for variant in variants.values():
             variant.turn()
-    print(f"\n{world} ranks, {RATE} between two namespaces, {rounds} interleaved turns of 2 steps")
+    where = "loopback" if fast else f"{RATE} between two namespaces"
+    print(f"\n{world} ranks, {where}, {rounds} interleaved turns of 2 steps")
     print(f"{'':28} median ms     min     max   peak MB   MB over the link a step")
     for name, variant in variants.items():
         times = [variant.median, min(variant.seconds), max(variant.seconds)]

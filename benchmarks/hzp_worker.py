@@ -195,9 +195,9 @@ def memory(key: str) -> int:
     raise KeyError(key)
 
 
-def sent_by_node() -> int:
-    """Bytes that left this namespace over the slow link."""
-    return int(Path("/sys/class/net/hzp/statistics/tx_bytes").read_text())
+def sent_by_node(device: str) -> int:
+    """Bytes that left this namespace by a device."""
+    return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
 
 
 class Rank:
@@ -215,6 +215,7 @@ class Rank:
         self._before = memory("VmRSS")
         self._variant = VARIANTS[order["kind"]](**order["options"])
         self._number = 0
+        self._device = order["device"]
 
     def step(self) -> float:
         value: float = self._variant.step(self._number)
@@ -225,11 +226,11 @@ class Rank:
         """The mean of some steps that follow another one: what that left under way counts."""
         distributed.barrier()
         self.step()
-        sent, start = sent_by_node(), time.perf_counter()
+        sent, start = sent_by_node(self._device), time.perf_counter()
         for _ in range(TIMED):
             value = self.step()
         seconds = time.perf_counter() - start
-        node, peak = sent_by_node() - sent, memory("VmHWM") - self._before
+        node, peak = sent_by_node(self._device) - sent, memory("VmHWM") - self._before
         return {"s": seconds / TIMED, "value": value, "peak": peak, "node_sent": node / TIMED}
 
     def warm_up(self) -> dict[str, Any]:

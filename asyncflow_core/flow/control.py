@@ -21,6 +21,7 @@ __all__ = [
     "StageControl",
     "StepReport",
     "TrainerControl",
+    "WorkStats",
 ]
 
 
@@ -32,7 +33,7 @@ class StepReport:
         version: completed steps, this one included.
         rows, groups, tokens: trained in it; tokens include prompts.
         updates: optimizer updates since the first, this step's included.
-        staleness_sum, staleness_max: over rows, in versions.
+        staleness_rows: staleness in versions to rows.
         staleness_updates_max: over rows, in optimizer updates.
         wait_s: seconds waiting for rows. busy_s: inside the trainer. commit_s: acknowledging.
         metrics: name to (sum, weight).
@@ -43,13 +44,36 @@ class StepReport:
     groups: int
     tokens: int
     updates: int
-    staleness_sum: int
-    staleness_max: int
+    staleness_rows: dict[int, int]
     staleness_updates_max: int
     wait_s: float
     busy_s: float
     commit_s: float
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def staleness_sum(self) -> int:
+        """Over rows, in versions."""
+        return sum(staleness * rows for staleness, rows in self.staleness_rows.items())
+
+    @property
+    def staleness_max(self) -> int:
+        """Over rows, in versions."""
+        return max(self.staleness_rows, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkStats:
+    """What a worker has done since it started.
+
+    Attributes:
+        busy_s: seconds it worked on rows. wait_s: seconds it waited for rows.
+        rows: finished.
+    """
+
+    busy_s: float
+    wait_s: float
+    rows: int
 
 
 class StageControl(ABC):
@@ -58,6 +82,10 @@ class StageControl(ABC):
     @abstractmethod
     async def start(self) -> None:
         """Register the task and begin to pull; returns when the task is registered."""
+
+    @abstractmethod
+    async def work(self) -> WorkStats:
+        """What its worker has done so far; answered at once, whatever the worker does."""
 
 
 class RolloutControl(StageControl):

@@ -20,10 +20,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["MARK", "end_group", "end_marked", "main"]
+__all__ = ["MARK", "SERVICE", "end_group", "end_marked", "main"]
 
 MARK = "ASYNCFLOW_RUN"
 """Environment variable that holds the run's directory in every process started for it."""
+
+SERVICE = "ASYNCFLOW_SERVICE"
+"""Environment variable that holds the run's directory and the name of the service, with a slash
+between, in its process and in whatever that one starts."""
 
 _LIMIT_S = 2.0
 
@@ -34,18 +38,17 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def end_marked(run_dir: str) -> None:
-    """SIGKILL all processes marked with `run_dir`, again until none is left (Linux only)."""
+def end_marked(value: str, variable: str = MARK) -> None:
+    """SIGKILL all processes that carry this mark, again until none is left (Linux only)."""
     deadline = time.monotonic() + _LIMIT_S
-    while (found := _marked(run_dir)) and time.monotonic() < deadline:
+    while (found := _marked(f"{variable}={value}".encode())) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _marked(run_dir: str) -> list[int]:
-    mark = f"{MARK}={run_dir}".encode()
+def _marked(mark: bytes) -> list[int]:
     found = []
     for name in os.listdir("/proc") if Path("/proc/self/environ").exists() else ():
         if name.isdigit() and int(name) != os.getpid():

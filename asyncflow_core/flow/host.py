@@ -20,6 +20,7 @@ from asyncflow_core.flow.control import (
     RolloutControl,
     StageControl,
     TrainerControl,
+    WorkStats,
 )
 from asyncflow_core.flow.fanout import Ranks, TrainerRank
 from asyncflow_core.flow.launch import (
@@ -226,6 +227,10 @@ class StageProcess(StageControl):
         await self._worker.register()
         self._host.run(self._worker)
 
+    async def work(self) -> WorkStats:
+        """Of its worker."""
+        return self._worker.stats()
+
 
 class RolloutReplica(RolloutControl):
     """A rollout with its worker. It leases only at a version it has confirmed."""
@@ -292,6 +297,10 @@ class RolloutReplica(RolloutControl):
                 f"{self._name} cannot give its weights back to be compared", service=self._name
             )
         return await first_difference(await self._fetch(published), self._service)
+
+    async def work(self) -> WorkStats:
+        """Of its worker; what its engine did is in `stats`."""
+        return self._worker.stats()
 
     async def stats(self) -> RolloutStats:
         """Of the engine."""

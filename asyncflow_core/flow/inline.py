@@ -9,7 +9,7 @@ from typing import Any
 from asyncflow_core.errors import ServiceClosedError
 from asyncflow_core.flow.control import RankControl
 from asyncflow_core.flow.host import Host
-from asyncflow_core.flow.launch import Launcher, ProcessSpec, RunningProcess
+from asyncflow_core.flow.launch import End, Launcher, ProcessSpec, RunningProcess
 from asyncflow_core.flow.run_dir import RunDirectory
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.data_store import DataStore
@@ -75,10 +75,21 @@ class InlineProcess(RunningProcess):
         """The host's own object."""
         return self._host.control
 
-    async def ended(self) -> str:
+    async def beat(self) -> None:
+        """At once: it is this process."""
+
+    async def ended(self) -> End:
         """Wait for its worker to fail, and raise what it raised: there is no process to end."""
         await asyncio.shield(self._host.failed)
-        return f"{self.name} ended"
+        return End(f"{self.name} ended", final=True)
+
+    async def kill(self) -> None:
+        """Close it; nothing is stuck that answers on this event loop."""
+        await self.stop()
+
+    async def bury(self) -> None:
+        """Close it."""
+        await self.stop()
 
     async def stop(self) -> None:
         """Close it."""

@@ -12,11 +12,15 @@ from pydantic import Field
 from asyncflow_core.config import PartConfig, SamplingConfig, Section, StageConfig
 from asyncflow_core.services.base import Service
 from asyncflow_core.services.data_store import DataStore, TaskSpec
+from asyncflow_core.wire import Heartbeat
 
 __all__ = [
+    "SUPERVISED",
     "BareRole",
+    "End",
     "Launcher",
     "LauncherCapabilities",
+    "Life",
     "ProcessSpec",
     "RankRole",
     "Role",
@@ -25,6 +29,12 @@ __all__ = [
     "StageRole",
     "TrainerRole",
 ]
+
+
+SUPERVISED = Heartbeat(interval_s=0.0)
+"""Of connections inside a run on one machine, none: the kernel tells of a process that died, and
+the watchdog finds one that is stuck. Silence alone ends no connection, so that a run that is
+stopped (Ctrl-Z) goes on when it is continued."""
 
 
 class BareRole(Section):
@@ -150,6 +160,27 @@ class LauncherCapabilities:
     locality: str = "host"
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended.
+
+    Attributes:
+        words: name, exit status or signal, last log lines.
+        final: it would end in the same way again, so it is not started again.
+    """
+
+    words: str
+    final: bool = False
+
+
+class Life(ABC):
+    """What every process answers beside its service."""
+
+    @abstractmethod
+    async def beat(self) -> None:
+        """A sign of life: its event loop turns."""
+
+
 class RunningProcess(ABC):
     """One started process."""
 
@@ -164,8 +195,24 @@ class RunningProcess(ABC):
         """Wait until it answers; model loads take as long as they take while it lives."""
 
     @abstractmethod
-    async def ended(self) -> str:
-        """Wait until it ends by itself; how, with its last log lines."""
+    async def beat(self) -> None:
+        """Wait for a sign of life; of one that is stuck none comes.
+
+        Raises:
+            PeerLostError: the connection is gone; its end follows, if it has not come.
+        """
+
+    @abstractmethod
+    async def ended(self) -> End:
+        """Wait until it ends, whoever ended it."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """End it by force, whatever it does."""
+
+    @abstractmethod
+    async def bury(self) -> None:
+        """Give back what is left of one that ended, and end whatever it had started."""
 
 
 class Launcher(Service):

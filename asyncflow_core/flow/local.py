@@ -24,7 +24,14 @@ from pydantic import Field
 from asyncflow_core.config import Section
 from asyncflow_core.errors import PeerLostError, ServiceClosedError, ServiceTimeoutError
 from asyncflow_core.flow import guard
-from asyncflow_core.flow.launch import Launcher, ProcessSpec, RunningProcess
+from asyncflow_core.flow.launch import (
+    SUPERVISED,
+    End,
+    Launcher,
+    Life,
+    ProcessSpec,
+    RunningProcess,
+)
 from asyncflow_core.flow.run_dir import RunDirectory
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.wire import Client, remote
@@ -32,6 +39,9 @@ from asyncflow_core.wire import Client, remote
 __all__ = ["LocalLauncher", "LocalOptions", "LocalProcess"]
 
 _LAST_LINES = 12
+
+FINAL_STATUS = 70
+"""Exit status of a process that would fail in the same way again (EX_SOFTWARE)."""
 
 
 class LocalOptions(Section):
@@ -105,6 +115,7 @@ class LocalLauncher(Launcher):
         environment = {
             **os.environ,
             guard.MARK: str(self.run_dir),
+            guard.SERVICE: f"{self.run_dir}/{spec.name}",
             "OMP_NUM_THREADS": str(self._options.threads),
             "PYTHONUNBUFFERED": "1",
             # Functions by module:name are looked up where the command was started.
@@ -133,6 +144,7 @@ class LocalProcess(RunningProcess):
         self._options = options
         self._process: asyncio.subprocess.Process | None = None
         self._client: Client | None = None
+        self._life: Life | None = None
         self._exited: asyncio.Task[int] | None = None
 
     async def start(self, environment: dict[str, str]) -> int:
@@ -163,12 +175,13 @@ class LocalProcess(RunningProcess):
             name="controller",
             token=self._spec.token,
             connect_s=self._options.start_timeout_s,
+            heartbeat=SUPERVISED,
         )
         opening = asyncio.create_task(client.open())
         try:
             await asyncio.wait({opening, self._exited}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
-                raise PeerLostError(await self.ended(), service=self.name)
+                raise PeerLostError((await self.ended()).words, service=self.name)
             try:
                 opening.result()
             except PeerLostError as error:
@@ -180,6 +193,7 @@ class LocalProcess(RunningProcess):
         finally:
             opening.cancel()
         self._client = client
+        self._life = remote(Life, client, "life", timeout_s=None)
 
     def control(self, interface: type[Any]) -> Any:
         """What it answers, over the wire."""
@@ -188,14 +202,25 @@ class LocalProcess(RunningProcess):
         # A step takes as long as it takes; the end of the process ends every call.
         return remote(interface, self._client, self.name, timeout_s=None)
 
-    async def ended(self) -> str:
+    async def beat(self) -> None:
+        """Wait for its event loop to answer."""
+        if self._life is None:
+            raise PeerLostError(f"{self.name} is not connected", service=self.name)
+        await self._life.beat()
+
+    async def ended(self) -> End:
         """Wait for its end; status and last log lines."""
         assert self._exited is not None
         status = await asyncio.shield(self._exited)
         how = f"ended with status {status}"
         if status < 0:
             how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
-        return f"{self.name} {how}; {self._last_lines()}"
+        return End(f"{self.name} {how}; {self._last_lines()}", final=status == FINAL_STATUS)
+
+    async def kill(self) -> None:
+        """SIGKILL, to its whole process group; also one that is stopped ends by it."""
+        if self._process is not None:
+            guard.end_group(self._process.pid)
 
     async def stop(self) -> None:
         """End it: by signal, then by force; nothing of its process group is left."""
@@ -210,6 +235,12 @@ class LocalProcess(RunningProcess):
         await self._exited
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+    async def bury(self) -> None:
+        """Also end what it started in sessions of their own: an engine may hold a device."""
+        await self.stop()
+        mark = f"{self._spec.run_dir}/{self.name}"
+        await asyncio.to_thread(guard.end_marked, mark, guard.SERVICE)
 
     def _last_lines(self) -> str:
         try:

@@ -38,6 +38,11 @@ class Summary:
         max_staleness_updates: in optimizer updates.
         rows_put, rows_trained: training rows. rows_evaluated: held-out rows.
         rows_dropped_by_reason: cause to rows.
+        rows_by_staleness: versions to trained rows.
+        eval_scores: version to share of held-out responses that were right.
+        tokens_generated: response tokens, of all replicas. tokens_trained, tokens_evaluated: of
+            those, in trained and in held-out rows.
+        tokens_wasted_by_reason: cause to response tokens that were generated for nothing.
         reward_errors: rows whose verifier raised.
         busy_rollout, busy_trainer: share of `wall_s` the engines worked, mean over replicas.
     """
@@ -61,3 +66,9 @@ class Summary:
     busy_rollout: float
     busy_trainer: float
     rows_dropped_by_reason: dict[str, int] = field(default_factory=dict)
+    rows_by_staleness: dict[str, int] = field(default_factory=dict)
+    eval_scores: dict[str, float] = field(default_factory=dict)
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    tokens_evaluated: int = 0
+    tokens_wasted_by_reason: dict[str, int] = field(default_factory=dict)

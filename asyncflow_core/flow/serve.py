@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncflow_core.errors import ConfigError
+from asyncflow_core.errors import ConfigError, DataError, InvariantError, PluginError
 from asyncflow_core.flow.control import RankControl
 from asyncflow_core.flow.host import CONTROLS, Host, build_part
-from asyncflow_core.flow.launch import BareRole, ProcessSpec
+from asyncflow_core.flow.launch import SUPERVISED, BareRole, Life, ProcessSpec
+from asyncflow_core.flow.local import FINAL_STATUS
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.data_store import DataStore
@@ -35,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
 """Time a failed service gets to close."""
+
+_FINAL = (InvariantError, ConfigError, DataError, PluginError)
+"""What a service that is started again would raise again."""
 
 INTERFACES: dict[str, type[Any]] = {
     "data_store": DataStore,
@@ -65,9 +69,20 @@ def serve_from_stdin() -> int:
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     try:
         return asyncio.run(_serve(spec))
-    except Exception:  # noqa: BLE001 - logged in full, the launcher shows the last lines
+    except Exception as error:  # noqa: BLE001 - logged in full, the launcher shows the last lines
         _log.exception("%s failed", spec.name)
-        return 1
+        return _status(error)
+
+
+def _status(failure: BaseException | None) -> int:
+    return FINAL_STATUS if isinstance(failure, _FINAL) else 1
+
+
+class _Turning(Life):
+    """Answers as long as the event loop turns."""
+
+    async def beat(self) -> None:
+        """At once."""
 
 
 def _end_with_the_run() -> None:
@@ -84,7 +99,13 @@ async def _serve(spec: ProcessSpec) -> int:
         store = await _connect_store(spec, registry, stack)
 
         async def connect(address: str, name: str) -> RankControl:
-            client = Client(address, name=spec.name, token=spec.token, connect_s=600.0)
+            client = Client(
+                address,
+                name=spec.name,
+                token=spec.token,
+                connect_s=600.0,
+                heartbeat=SUPERVISED,
+            )
             await stack.enter_async_context(client)
             found: RankControl = remote(RankControl, client, name, timeout_s=None)
             return found
@@ -92,7 +113,8 @@ async def _serve(spec: ProcessSpec) -> int:
         host = Host(spec, store, registry, connect)
         await host.open()
         stack.push_async_callback(host.aclose)
-        server = Server(spec.address, name=spec.name, token=spec.token)
+        server = Server(spec.address, name=spec.name, token=spec.token, heartbeat=SUPERVISED)
+        serve_object(server, "life", _Turning(), interface=Life)
         if isinstance(spec.role, BareRole):
             serve_service(
                 server,
@@ -117,9 +139,10 @@ async def _connect_store(
         return await stack.enter_async_context(own)
     if not spec.store:
         return None
-    client = Client(spec.store, name=spec.name, token=spec.token)
+    client = Client(spec.store, name=spec.name, token=spec.token, heartbeat=SUPERVISED)
     await stack.enter_async_context(client)
-    store: DataStore = remote(DataStore, client, "store")
+    # Without a deadline: it answers from the run's own process, and may be stopped with it.
+    store: DataStore = remote(DataStore, client, "store", timeout_s=None)
     return await stack.enter_async_context(store)
 
 
@@ -133,8 +156,9 @@ async def serve_until_stopped(failed: asyncio.Future[None]) -> int:
     if failed.done() and not failed.cancelled() and failed.exception() is not None:
         _log.error("the worker failed", exc_info=failed.exception())
         # The run learns of it by this process's end: an engine that does not close must not delay.
-        timer = threading.Timer(_CLOSE_S, os._exit, (1,))
+        status = _status(failed.exception())
+        timer = threading.Timer(_CLOSE_S, os._exit, (status,))
         timer.daemon = True
         timer.start()
-        return 1
+        return status
     return 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,17 +17,19 @@ from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import AsyncFlowError, ConfigError, DataError, ServiceError
 from asyncflow_core.flow.admission import Admission
+from asyncflow_core.flow.assigned import TRAINING, Assigned, dropped_record, groups_record
+from asyncflow_core.flow.cursor import PromptCursor, fingerprint
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
-__all__ = ["EVALUATION", "TRAINING", "Supply", "row_bytes"]
+__all__ = ["EVALUATION", "Supply", "row_bytes"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-TRAINING, EVALUATION = 0, 1
-"""Prompt sources, as keys number them."""
+EVALUATION = 1
+"""Source of held-out prompts, as keys number them; see `Supply.bring_back`."""
 
 _SAID_IN_A_ROW = 3
 """Dropped groups of one step that are warned of."""
@@ -50,27 +53,78 @@ class Supply:
     """
 
     def __init__(
-        self, store: DataStore, prompts: Prompts, config: RunConfig, thread: Executor
+        self,
+        store: DataStore,
+        prompts: Prompts,
+        config: RunConfig,
+        thread: Executor,
+        *,
+        version: int = 0,
+        assigned: Assigned | None = None,
+        note: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """Start at version 0, with the first prompt of epoch 0; `thread` runs a call at a time."""
+        """Start at the first prompt of epoch 0, or where an earlier life of the run was.
+
+        Args:
+            store: where prompts go.
+            prompts: where they come from.
+            config: of the run.
+            thread: runs one call at a time.
+            version: completed steps.
+            assigned: what was drawn before; batches below `version` are trained.
+            note: writes down a record of `Assigned`, on the thread, before the store sees it.
+        """
         self._store = store
         self._prompts = prompts
         self._config = config
         self._thread = thread
+        self._note = note
         flow = config.workflow
         self._admission = Admission(
-            groups_per_step=flow.groups_per_step, steps=flow.steps, max_staleness=flow.bound
+            groups_per_step=flow.groups_per_step,
+            steps=flow.steps,
+            max_staleness=flow.bound,
+            version=version,
         )
-        self._training = self._cycle()
+        self.assigned = assigned or Assigned()
+        self._cursor = PromptCursor(
+            prompts, config.prompts.plugin, at=self.assigned.next, last=self.assigned.last
+        )
+        self._again: dict[int, deque[tuple[GroupKey, PromptRecord]]] = {}
+        self._drops_seen = 0
+        self._evaluation_source = EVALUATION
         self._wake = asyncio.Event()
         self._wake.set()
         self._dropped_in_a_row = 0
-        self.rows_put = 0
+        self.rows_put = self.assigned.closed * flow.group_size
         self.rows_evaluated = 0
+        self.notes = 0
+        """Records written down in this life."""
+
+    async def bring_back(self, life: int) -> None:
+        """Before `admit`, in a later life: find the prompts of batches that are not trained.
+
+        Groups that a store kept are put again, which changes nothing, under their own keys.
+        Held-out prompts get another source in each life: a store remembers the keys of old ones,
+        whose answers the run does not have any more.
+        """
+        self._evaluation_source = EVALUATION + life
+        dropped = await self._store.stats()
+        for group in dropped.dropped_groups:
+            self._drops_seen = group.serial
+            if group.batch is not None and group.group in self.assigned.living(group.batch):
+                await self._write(dropped_record(group.batch, [group.group]))
+        batches = {batch: self.assigned.living(batch) for batch in self.assigned.batches()}
+        keys = [key for living in batches.values() for key in living]
+        records = await self._aside(partial(self._cursor.again, keys))
+        self._again = {
+            batch: deque((key, records[key]) for key in living) for batch, living in batches.items()
+        }
 
     def advance(self, version: int) -> None:
         """A step completed: the next batch may be admitted."""
         self._admission.advance(version)
+        self.assigned.close(version)
         self._dropped_in_a_row = 0
         self._wake.set()
 
@@ -82,7 +136,8 @@ class Supply:
         records = await self._aside(
             lambda: list(islice(self._prompts.evaluation(), evaluation.limit))
         )
-        keys = [GroupKey(EVALUATION, epoch, number) for number in range(len(records))]
+        source = self._evaluation_source
+        keys = [GroupKey(source, epoch, number) for number in range(len(records))]
         await self._put(records, keys, evaluation.samples, None, "eval")
         rows = len(records) * evaluation.samples
         self.rows_evaluated += rows
@@ -97,12 +152,41 @@ class Supply:
             while (batch := self._admission.next()) is not None:
                 places[batch] = places.get(batch, 0) + 1
             for batch, groups in places.items():
-                drawn = await self._aside(partial(self._draw, groups))
-                size = self._config.workflow.group_size
-                await self._put(
-                    [record for _, record in drawn], [key for key, _ in drawn], size, batch, "train"
-                )
-                self.rows_put += groups * size
+                await self._fill(batch, groups)
+
+    async def _fill(self, batch: int, groups: int) -> None:
+        """Put groups of one batch: those that an earlier life assigned to it, then new ones."""
+        waiting = self._again.get(batch, deque())
+        again = [waiting.popleft() for _ in range(min(groups, len(waiting)))]
+        drawn = await self._aside(partial(self._cursor.draw, groups - len(again)))
+        if drawn:
+            keys, (key, last) = [key for key, _ in drawn], drawn[-1]
+            following = (key.epoch, key.sequence + 1)
+            await self._write(groups_record(batch, keys, following, fingerprint(last)))
+        await self._put_training(batch, again)
+        known = await self._put_training(batch, drawn)
+        if known:
+            raise ConfigError(
+                f"data_store: it knows {known} prompts of batch {batch} that this run draws for "
+                f"the first time, so it holds another run's rows; give this run a store of its own "
+                f"(an empty directory), or resume with checkpoint.resume=exact"
+            )
+
+    async def _put_training(
+        self, batch: int, found: Sequence[tuple[GroupKey, PromptRecord]]
+    ) -> int:
+        size = self._config.workflow.group_size
+        records, keys = [record for _, record in found], [key for key, _ in found]
+        known = await self._put(records, keys, size, batch, "train")
+        self.rows_put += len(found) * size
+        return known
+
+    async def _write(self, record: dict[str, Any]) -> None:
+        """Apply and write down one change, before the store sees it."""
+        self.assigned.apply(record)
+        if self._note is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._note, record)
+            self.notes += 1
 
     async def _aside(self, call: Callable[[], T]) -> T:
         """What the plugin makes, on the thread; its own exceptions name it."""
@@ -121,22 +205,6 @@ class Supply:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, named)
 
-    def _draw(self, groups: int) -> list[tuple[GroupKey, PromptRecord]]:
-        return list(islice(self._training, groups))
-
-    def _cycle(self) -> Iterator[tuple[GroupKey, PromptRecord]]:
-        epoch = 0
-        while True:
-            sequence = -1
-            for sequence, record in enumerate(self._prompts.train(epoch)):
-                yield GroupKey(TRAINING, epoch, sequence), record
-            if sequence < 0:
-                raise DataError(
-                    f"prompts plugin {self._config.prompts.plugin!r} has no training prompts in "
-                    f"epoch {epoch}; check its options and what is held out"
-                )
-            epoch += 1
-
     async def _put(
         self,
         records: Sequence[PromptRecord],
@@ -144,15 +212,16 @@ class Supply:
         samples: int,
         batch: int | None,
         partition: str,
-    ) -> None:
+    ) -> int:
+        """Put groups; how many the store knew."""
         if not records:
-            return
+            return 0
         columns = self._columns(records)
         longest = max(len(record.prompt_ids) for record in records)
         nbytes = row_bytes(longest, self._config.rollout.sampling.max_new_tokens)
         if partition == "train":
             await self._check_room(nbytes)
-        await self._store.put(
+        result = await self._store.put(
             Batch(columns),
             keys=keys,
             samples=samples,
@@ -160,6 +229,7 @@ class Supply:
             partition=partition,
             row_bytes=nbytes,
         )
+        return result.known
 
     def _columns(self, records: Sequence[PromptRecord]) -> dict[str, Column]:
         try:
@@ -188,11 +258,12 @@ class Supply:
 
     async def watch_drops(self) -> None:
         """Replace dropped groups, until cancelled; a dropped held-out prompt ends the run."""
-        seen = 0
         while True:
-            stats = await self._store.stats(drops_after=seen, wait_s=30.0)
+            stats = await self._store.stats(drops_after=self._drops_seen, wait_s=30.0)
             for dropped in stats.dropped_groups:
-                seen = dropped.serial
+                self._drops_seen = dropped.serial
+                if dropped.batch is not None:
+                    await self._write(dropped_record(dropped.batch, [dropped.group]))
                 self._replace(dropped)
 
     def _replace(self, dropped: DroppedGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncflow_core import metrics
@@ -10,6 +11,7 @@ from asyncflow_core.config import RunConfig
 from asyncflow_core.flow.control import StepReport
 from asyncflow_core.flow.record import Rewards
 from asyncflow_core.flow.results import Summary
+from asyncflow_core.flow.status import Staleness, Tokens
 from asyncflow_core.metrics import Means
 
 __all__ = ["Totals"]
@@ -20,14 +22,25 @@ class Totals:
     """Over all steps of a run.
 
     Attributes:
+        first_version: completed before this life of the run.
         wall_s: of all steps. rollout_busy_s: of the engines meanwhile, mean over replicas.
         rows_put, rows_evaluated: training rows and held-out rows that were put.
-        scores: of the evaluations so far; None without held-out prompts.
+        response_tokens: trained. tokens_evaluated: of held-out rows.
+        wasted: cause to response tokens that were generated and then thrown away, what switches
+            of weights lost not included: engines count that.
+        staleness: of the trained rows.
+        scores: version to share of held-out responses that were right.
+        begun: whether training began. last: metrics of the last step.
     """
 
+    first_version: int = 0
     steps: int = 0
     rows: int = 0
     tokens: int = 0
+    response_tokens: int = 0
+    tokens_evaluated: int = 0
+    wasted: Counter[str] = field(default_factory=Counter)
+    staleness: Staleness = field(default_factory=Staleness)
     staleness_sum: int = 0
     staleness_max: int = 0
     staleness_updates_max: int = 0
@@ -37,13 +50,17 @@ class Totals:
     rollout_busy_s: float = 0.0
     rows_put: int = 0
     rows_evaluated: int = 0
-    scores: list[float | None] = field(default_factory=list)
+    scores: dict[int, float] = field(default_factory=dict)
+    begun: bool = False
+    last: dict[str, float] = field(default_factory=dict)
 
     def add(self, report: StepReport, rewards: Rewards) -> dict[str, float]:
         """Add a step; returns its metrics."""
         self.steps = report.version
         self.rows += report.rows
         self.tokens += report.tokens
+        self.response_tokens += rewards.tokens
+        self.staleness.add(report.version, report.staleness_rows)
         self.staleness_sum += report.staleness_sum
         self.staleness_max = max(self.staleness_max, report.staleness_max)
         self.staleness_updates_max = max(self.staleness_updates_max, report.staleness_updates_max)
@@ -65,14 +82,16 @@ class Totals:
             **means.means(),
         }
 
-    def summary(self, config: RunConfig, rows_dropped: dict[str, int], total_s: float) -> Summary:
+    def summary(
+        self, config: RunConfig, rows_dropped: dict[str, int], tokens: Tokens, total_s: float
+    ) -> Summary:
         """The finished run."""
-        before, after = self.scores
         return Summary(
             name=config.name,
             seed=config.seed,
-            eval_before=before,
-            eval_after=after,
+            eval_before=self.scores.get(self.first_version),
+            eval_after=self.scores.get(self.steps),
+            eval_scores={str(version): score for version, score in self.scores.items()},
             steps=self.steps,
             wall_s=self.wall_s,
             total_s=total_s,
@@ -88,4 +107,9 @@ class Totals:
             busy_rollout=self.rollout_busy_s / self.wall_s,
             busy_trainer=self.trainer_busy_s / self.wall_s,
             rows_dropped_by_reason=rows_dropped,
+            rows_by_staleness={str(n): rows for n, rows in sorted(self.staleness.rows.items())},
+            tokens_generated=tokens.generated,
+            tokens_trained=tokens.trained,
+            tokens_evaluated=tokens.evaluated,
+            tokens_wasted_by_reason=dict(tokens.wasted),
         )

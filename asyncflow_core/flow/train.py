@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncflow_core import metrics
 from asyncflow_core.batch import BatchRef, GroupKey
 from asyncflow_core.errors import LeaseLostError, ServiceError, StalenessViolationError
-from asyncflow_core.flow.control import StepReport, TrainerControl
+from asyncflow_core.flow.busy import Busy
+from asyncflow_core.flow.control import StepReport, TrainerControl, WorkStats
 from asyncflow_core.flow.fanout import Ranks
 from asyncflow_core.flow.micro_batches import split
 from asyncflow_core.flow.worker import LeaseKeeper, first_failure
@@ -95,10 +97,16 @@ class TrainWorker(TrainerControl):
         self._settings = settings
         self._keeper = LeaseKeeper(store, settings.lease_s)
         self._registration: Registration | None = None
+        self._busy, self._waiting = Busy(), Busy()
+        self._rows = 0
 
     async def start(self) -> None:
         """Register the task."""
         self._registration = await self._store.register(self._settings.task)
+
+    async def work(self) -> WorkStats:
+        """Seconds inside the trainer's calls, and waiting for rows of a step."""
+        return WorkStats(self._busy.seconds, self._waiting.seconds, self._rows)
 
     async def publish(self, version: int, life: int) -> PublishedWeights:
         """Export on all ranks; each publishes what it yields."""
@@ -131,8 +139,7 @@ class TrainWorker(TrainerControl):
             groups=tally.groups,
             tokens=tally.tokens,
             updates=tally.updates,
-            staleness_sum=sum(tally.staleness),
-            staleness_max=max(tally.staleness, default=0),
+            staleness_rows=dict(Counter(tally.staleness)),
             staleness_updates_max=tally.staleness_updates_max,
             wait_s=tally.wait_s,
             busy_s=tally.busy_s,
@@ -153,7 +160,8 @@ class TrainWorker(TrainerControl):
             _log.warning("step %d lost a lease before its update: the update is repeated", version)
             await self._ranks.zero_grad()
         start = time.perf_counter()
-        info = await self._ranks.optim_step()
+        with self._busy:
+            info = await self._ranks.optim_step()
         tally.busy_s += time.perf_counter() - start
         await self._acknowledge(held, version, tally)
         tally.means.add(means.pairs())
@@ -163,6 +171,7 @@ class TrainWorker(TrainerControl):
         tally.updates = info.updates
         tally.tokens += tokens
         tally.rows += len(held)
+        self._rows += len(held)
         tally.groups += len(_groups(held))
         self._count_staleness(version, update, held, tally)
 
@@ -196,12 +205,13 @@ class TrainWorker(TrainerControl):
         )
         tokens = 0
         for number, part in enumerate(parts, 1):
-            info = await self._ranks.forward_backward(
-                [_refs([rows[index] for index in indices]) for indices in part],
-                self._settings.task.reads,
-                self._settings.loss,
-                last=last and number == len(parts),
-            )
+            with self._busy:
+                info = await self._ranks.forward_backward(
+                    [_refs([rows[index] for index in indices]) for indices in part],
+                    self._settings.task.reads,
+                    self._settings.loss,
+                    last=last and number == len(parts),
+                )
             means.add({metrics.TRAINER_LOSS: (info.loss_sum, info.weight), **info.metrics})
             tokens += info.tokens
         tally.busy_s += time.perf_counter() - start
@@ -212,14 +222,15 @@ class TrainWorker(TrainerControl):
         start = time.perf_counter()
         lease: Lease | None = None
         while lease is None:
-            lease = await self._store.lease(
-                self._settings.task.name,
-                requester="trainer",
-                version=version,
-                limit_rows=groups * self._settings.group_size,
-                lease_s=self._settings.lease_s,
-                wait_s=_WAIT_S,
-            )
+            with self._waiting:
+                lease = await self._store.lease(
+                    self._settings.task.name,
+                    requester="trainer",
+                    version=version,
+                    limit_rows=groups * self._settings.group_size,
+                    lease_s=self._settings.lease_s,
+                    wait_s=_WAIT_S,
+                )
         tally.wait_s += time.perf_counter() - start
         self._keeper.hold(lease.lease_id)
         rows = [_Held(lease, info) for info in lease.rows]

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from asyncflow_core.services.data_store import DataStore, TaskStats
+from asyncflow_core.services.data_store import DataStore, StoreStats, TaskStats
 
 __all__ = ["SAY_AFTER_S", "Waits"]
 
@@ -34,6 +34,14 @@ class Waits:
         """Now this is waited for; `details` says more about it when asked."""
         self._what, self._details = what, details
         self._since = self._said = time.monotonic()
+
+    def lines(self, stats: StoreStats) -> list[str]:
+        """Who waits for whom now, a line each; `stats` are the store's of this moment."""
+        if not self._what:
+            return []
+        seconds = time.monotonic() - self._since
+        found = [f"{self._what} waits since {seconds:.0f} s", *self._details()]
+        return [*found, *(f"{name}: {_words(task)}" for name, task in stats.tasks.items())]
 
     async def run(self) -> None:
         """Warn until cancelled."""

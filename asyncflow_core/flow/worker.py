@@ -17,6 +17,8 @@ import numpy as np
 
 from asyncflow_core.batch import Batch, Column
 from asyncflow_core.errors import AsyncFlowError, DataError, LeaseLostError
+from asyncflow_core.flow.busy import Busy
+from asyncflow_core.flow.control import WorkStats
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
 
@@ -137,9 +139,26 @@ class Worker:
         self._left: dict[int, tuple[Lease, dict[int, RowInfo]]] = {}  # by lease, not yet committed
         self._calls: set[asyncio.Task[Lease | None]] = set()  # hand-outs not yet taken
         self._held = 0
+        self._rows = 0
+        self._busy, self._pulling = Busy(), Busy()
         self._room = asyncio.Event()
         self._room.set()
         self._changed = asyncio.Event()
+
+    @property
+    def requester(self) -> str:
+        """Its name."""
+        return self._requester
+
+    @property
+    def task(self) -> TaskSpec:
+        """What it works on."""
+        return self._task
+
+    def stats(self) -> WorkStats:
+        """What it has done so far. It waits whenever it pulls and holds no row."""
+        busy_s = self._busy.seconds
+        return WorkStats(busy_s, max(0.0, self._pulling.seconds - busy_s), self._rows)
 
     def version_changed(self) -> None:
         """Ask again at once: rows of a further batch may be admitted now."""
@@ -163,14 +182,15 @@ class Worker:
             raise failure from failure.__cause__
 
     async def _pull(self, group: asyncio.TaskGroup) -> None:
-        while True:
-            await self._room.wait()
-            lease = await self._ask(group)
-            if lease is not None:
-                self._hold(len(lease.rows))
-                self._keeper.hold(lease.lease_id)
-                self._left[lease.lease_id] = lease, {info.row: info for info in lease.rows}
-                group.create_task(self._handle(lease))
+        with self._pulling:
+            while True:
+                await self._room.wait()
+                lease = await self._ask(group)
+                if lease is not None:
+                    self._hold(len(lease.rows))
+                    self._keeper.hold(lease.lease_id)
+                    self._left[lease.lease_id] = lease, {info.row: info for info in lease.rows}
+                    group.create_task(self._handle(lease))
 
     async def _ask(self, group: asyncio.TaskGroup) -> Lease | None:
         """One hand-out; given up as soon as the version changes."""
@@ -216,14 +236,8 @@ class Worker:
     async def _handle(self, lease: Lease) -> None:
         _, left = self._left[lease.lease_id]
         try:
-            batch = await read_rows(self._store, lease, self._task.reads)
-            # Closed here and now, so that an engine stops work on rows that went to others.
-            async with contextlib.aclosing(self._work(lease, batch)) as parts:
-                async for part in parts:
-                    await self._finish(lease, part)
-                    for info in part.rows:
-                        del left[info.row]
-                    self._hold(-len(part.rows))
+            with self._busy:
+                await self._work_on(lease, left)
         except LeaseLostError as error:
             _log.warning("%s: %s; the rows are done again elsewhere", self._requester, error)
         if left:  # not among the parts; rows of a lost lease are back already
@@ -231,6 +245,17 @@ class Worker:
         del self._left[lease.lease_id]
         self._keeper.let_go(lease.lease_id)
         self._hold(-len(left))
+
+    async def _work_on(self, lease: Lease, left: dict[int, RowInfo]) -> None:
+        batch = await read_rows(self._store, lease, self._task.reads)
+        # Closed here and now, so that an engine stops work on rows that went to others.
+        async with contextlib.aclosing(self._work(lease, batch)) as parts:
+            async for part in parts:
+                await self._finish(lease, part)
+                for info in part.rows:
+                    del left[info.row]
+                self._rows += len(part.rows)
+                self._hold(-len(part.rows))
 
     async def _finish(self, lease: Lease, part: Part) -> None:
         if part.drop:

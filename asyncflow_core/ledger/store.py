@@ -348,6 +348,15 @@ class Ledger(Changes):
         if lease is not None and ref.fence == lease.lease_id:
             self._give_back(lease, masks_by_group(ref.rows))
 
+    def evict(self, now: float, requester: str) -> int:
+        """End all leases of a requester that is gone; how many rows go to others."""
+        self.advance(now)
+        lost = [lease for lease in self._leases.live.values() if lease.requester == requester]
+        count = sum(lease.held for lease in lost)
+        for lease in reversed(lost):  # so that the first comes out first
+            self._lose(lease)
+        return count
+
     # Time
 
     def advance(self, now: float) -> None:

@@ -262,6 +262,13 @@ class InProcessDataStore(DataStore):
         self._ledger.release(self._clock(), ref)
         self._follow()
 
+    async def evict(self, requester: str) -> int:
+        """See `SupportsEviction.evict`."""
+        self._check_open()
+        count = self._ledger.evict(self._clock(), requester)
+        self._follow()
+        return count
+
     async def drop(self, keys: Sequence[Key], *, reason: str) -> int:
         """See `DataStore.drop`."""
         self._check_open()

@@ -29,6 +29,7 @@ __all__ = [
     "StoreStats",
     "SupportsAttach",
     "SupportsDurability",
+    "SupportsEviction",
     "TaskSpec",
     "TaskStats",
 ]
@@ -374,6 +375,19 @@ class SupportsAttach(Protocol):
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which the same plugin, in another process, uses this open store."""
+
+
+@runtime_checkable
+class SupportsEviction(Protocol):
+    """A store that takes rows back from the dead at once, not when their leases expire."""
+
+    async def evict(self, requester: str) -> int:
+        """A requester is gone for sure: its leases, of whatever task, are lost.
+
+        Returns:
+            How many rows it held; they go to others now.
+        """
+        ...
 
 
 @runtime_checkable

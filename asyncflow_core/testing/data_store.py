@@ -29,7 +29,13 @@ from asyncflow_core.errors import (
     ServiceTimeoutError,
     UnsupportedCapabilityError,
 )
-from asyncflow_core.services.data_store import DataStore, Lease, Order, TaskSpec
+from asyncflow_core.services.data_store import (
+    DataStore,
+    Lease,
+    Order,
+    SupportsEviction,
+    TaskSpec,
+)
 from asyncflow_core.testing.aio import eventually
 
 __all__ = ["DataStoreTests"]
@@ -549,6 +555,24 @@ class DataStoreTests:
         both = [kept.lease_id, lost.lease_id]
         assert await service.renew(both, lease_s=LONG_S) == (lost.lease_id,)
         await service.commit(kept.ref(), writes=responses(1))
+
+    async def test_evict_ends_the_leases_of_the_gone_alone(self, service: DataStore) -> None:
+        """DS-35."""
+        if not isinstance(service, SupportsEviction):
+            pytest.skip("does not offer SupportsEviction")
+        await service.register(GENERATE)
+        await self.put(service, 0, 1, 2)
+        first = await self.take(service, GENERATE, limit_rows=1, requester="gone")
+        other = await self.take(service, GENERATE, limit_rows=1)
+        last = await self.take(service, GENERATE, limit_rows=1, requester="gone")
+        assert await service.evict("gone") == 2
+        assert await service.evict("gone") == 0
+        for lease in (first, last):
+            with pytest.raises(LeaseLostError):
+                await service.commit(lease.ref(), writes=responses(1))
+        again = await self.take(service, GENERATE)
+        assert [info.key.sequence for info in again.rows] == [0, 2]
+        await service.commit(other.ref(), writes=responses(1))
 
     async def test_row_freed_when_the_last_task_committed(self, service: DataStore) -> None:
         """DS-29."""

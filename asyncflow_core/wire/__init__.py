@@ -10,13 +10,14 @@ from asyncflow_core.wire.addresses import check_reach, is_local, split_key, with
 from asyncflow_core.wire.blocking import BlockingClient
 from asyncflow_core.wire.client import DEFAULT_TIMEOUT, Client
 from asyncflow_core.wire.codec import Buffer, Encoder, decode, encode
-from asyncflow_core.wire.keys import KeyPair, load_allowed
+from asyncflow_core.wire.keys import KEY_BYTES, KeyPair, load_allowed
 from asyncflow_core.wire.limits import Limits
 from asyncflow_core.wire.server import Method, Peer, Server
 from asyncflow_core.wire.service import remote, serve_object, serve_service
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "KEY_BYTES",
     "WIRE_VERSION",
     "BlockingClient",
     "Buffer",

@@ -20,7 +20,7 @@ from zmq.utils import z85
 
 from asyncflow_core.errors import ConfigError
 
-__all__ = ["KeyPair", "load_allowed", "parse_key"]
+__all__ = ["KEY_BYTES", "KeyPair", "load_allowed", "parse_key"]
 
 KEY_BYTES = 32
 _HEADING = "# AsyncFlow CURVE key pair. Whoever reads this file is you: keep it to yourself.\n"

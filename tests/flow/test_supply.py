@@ -10,7 +10,8 @@ import pytest
 
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError, DataError, ServiceError
-from asyncflow_core.flow.supply import EVALUATION, TRAINING, Supply
+from asyncflow_core.flow.assigned import TRAINING
+from asyncflow_core.flow.supply import EVALUATION, Supply
 from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.parts import PromptRecord
 from asyncflow_core.reference.data_store import InProcessDataStore

@@ -337,6 +337,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.release(self.now, BatchRef(lease_id, lease_id, tuple(rows)))
         self.model.give_back(lease, [lease.rows[row] for row in rows])
 
+    @rule(requester=st.sampled_from("abc"))
+    def evict(self, requester: str) -> None:
+        self.model.advance(self.now)
+        lost = [lease for lease in self.model.leases.values() if lease.requester == requester]
+        held = [list(lease.state.values()).count("held") for lease in lost]
+        assert self.ledger.evict(self.now, requester) == sum(held)
+        for lease, count in zip(lost, held, strict=True):
+            if count:
+                self.model.lose(lease)
+
     @precondition(lambda self: self.model.leases)
     @rule(data=st.data(), lease_s=st.sampled_from([0.5, 5.0, 30.0]))
     def renew(self, data, lease_s: float) -> None:

@@ -51,6 +51,7 @@ def test_close_finishes_what_is_queued_and_refuses_more(lane):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_waiter_sees_what_the_lane_wrote():
     device = torch.device("cuda", 0)
     lane = Lane("gather", device=device, threaded=True)

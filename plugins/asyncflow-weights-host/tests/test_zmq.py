@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
+from pydantic import ValidationError
 
 from asyncflow_core.errors import ConfigError, DataError, PeerLostError, ServiceError
 from asyncflow_core.parts import PartContext
 from asyncflow_core.services.weight_sync import Bucket, Checksum, TensorSpec
 from asyncflow_core.testing.aio import eventually, stream
+from asyncflow_core.wire import KeyPair, split_key
 from asyncflow_weights_host import delta
 from asyncflow_weights_host.held import CHUNK_BYTES
 from asyncflow_weights_host.options import ZmqOptions
@@ -210,6 +212,8 @@ async def test_address_that_is_none_is_refused(make, tmp_path):
         await make(listen="udp://x").open()
     with pytest.raises(ConfigError, match="run directory"):
         await ZmqWeightSync(ZmqOptions(), PartContext("x")).open()
+    with pytest.raises(ValidationError, match="does not say where others reach"):
+        ZmqOptions(listen="tcp://*:5555")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +223,9 @@ async def test_address_that_is_none_is_refused(make, tmp_path):
         {"token": b"short"},
         {"delta": [0, 0, "x", [1, 2, 3]]},
         {"client": 3},
+        {"client": [b"short", b"short"]},
+        {"address": "tcp://10.0.0.5:5"},
+        {"address": "tcp://10.0.0.5:5#none"},
     ],
 )
 async def test_locator_that_is_not_sound_refused(make, change):

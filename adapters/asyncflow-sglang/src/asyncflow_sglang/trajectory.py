@@ -178,7 +178,7 @@ class Trajectory:
             params["stop_token_ids"] = ends
         if seeds:
             # The server hashes it with a token's position, so a resumed draw goes on as begun.
-            params["sampling_seed"] = self.request.seed % (1 << 31)
+            params["sampling_seed"] = self.request.seed % (1 << 63)
         return {
             "rid": rid,
             "input_ids": [*map(int, self.request.prompt_ids), *self.ids],

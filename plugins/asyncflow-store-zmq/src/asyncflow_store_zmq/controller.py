@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _METHODS = (
     "hello", "register", "end", "put", "lend", "lease", "find", "commit", "turn", "renew",
-    "release", "drop", "stats", "layout", "memory", "checkpoint", "restore", "hurry", "add_shard",
-    "notify", "weights",
+    "release", "evict", "drop", "stats", "layout", "memory", "checkpoint", "restore", "hurry",
+    "add_shard", "notify", "weights",
 )  # fmt: skip
 
 
@@ -316,6 +316,10 @@ class Controller:
     def release(self, m: list[Any], peer: Peer) -> None:
         """[lease, fence, rows]."""
         self._table.release(self._clock(), BatchRef(m[0], m[1], tuple(m[2].tolist())))
+
+    def evict(self, m: list[Any], peer: Peer) -> int:
+        """[requester]."""
+        return self._table.evict(self._clock(), str(m[0]))
 
     def drop(self, m: list[Any], peer: Peer) -> int:
         """[keys, reason]."""

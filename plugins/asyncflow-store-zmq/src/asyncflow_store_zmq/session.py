@@ -349,6 +349,10 @@ class Session:
         if held is not None:
             held.gone.update(rows)
 
+    def evict(self, requester: str) -> Steps:
+        """-> rows it held."""
+        return (yield Call("store.evict", [requester]))
+
     def drop(self, keys: Sequence[Key], reason: str) -> Steps:
         """-> rows dropped."""
         return (yield Call("store.drop", [np.array(keys, np.int64).reshape(len(keys), 4), reason]))

@@ -222,6 +222,11 @@ class ZmqDataStore(DataStore):
         """See `DataStore.release`."""
         await self._run(self._opened.release(ref))
 
+    async def evict(self, requester: str) -> int:
+        """See `SupportsEviction.evict`."""
+        count: int = await self._run(self._opened.evict(requester))
+        return count
+
     async def drop(self, keys: Sequence[Key], *, reason: str) -> int:
         """See `DataStore.drop`."""
         count: int = await self._run(self._opened.drop(keys, reason))

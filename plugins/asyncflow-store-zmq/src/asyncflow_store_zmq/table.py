@@ -294,6 +294,12 @@ class Table:
         self.ledger.release(now, ref)
         self._follow(now)
 
+    def evict(self, now: float, requester: str) -> int:
+        """See `SupportsEviction.evict`."""
+        count = self.ledger.evict(now, requester)
+        self._follow(now)
+        return count
+
     def renew(self, now: float, leases: Sequence[int], lease_s: float) -> tuple[int, ...]:
         """See `DataStore.renew`."""
         lost = self.ledger.renew(now, leases, lease_s=lease_s)

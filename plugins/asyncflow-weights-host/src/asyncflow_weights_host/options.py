@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 __all__ = ["DiskOptions", "HostOptions", "ZmqOptions"]
 
@@ -35,13 +35,23 @@ class ZmqOptions(_Versions):
     listen: str = "ipc"
     """Where trainer and replicas listen, since replicas pass weights on to each other: ipc, in the
     run's directory; tcp://127.0.0.1:*; or tcp://INTERFACE:* such as tcp://eth0:* to cross hosts,
-    which is encrypted."""
+    which is encrypted, with keys made for the run and only for who takes part in it."""
     stall_s: float = Field(default=10.0, gt=0)
     """Silence after which a replica gives its source up and takes the rest from the trainer; of
     the trainer, after which the transfer has failed."""
     delta: bool = False
     """Move only the bytes that changed to replicas that have the version before. Costs memory for
     one more version on both sides, and the time to find the changes."""
+
+    @field_validator("listen")
+    @classmethod
+    def _reachable(cls, listen: str) -> str:
+        if listen.startswith(("tcp://*:", "tcp://0.0.0.0:")):
+            raise ValueError(
+                f"{listen!r} does not say where others reach this process; name an address or "
+                "interface of this machine, such as tcp://eth0:*"
+            )
+        return listen
 
 
 class DiskOptions(_Versions):

@@ -18,7 +18,7 @@ __all__ = ["Sockets"]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SMALL_BYTES = 4096
 _QUEUED = 256
-_DOMAIN = b"asyncflow"
+_DOMAIN = "asyncflow"
 
 
 class Sockets:
@@ -60,8 +60,8 @@ class Sockets:
         keys = KeyPair.new()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=self._admitted)
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        self._authenticator.configure_curve_callback(_DOMAIN, self._admitted)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
         # Without this an authenticator that ended would let everybody in.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncflow_core.errors import DataError
 from asyncflow_core.services.weight_sync import Bucket, PublishedWeights
-from asyncflow_core.wire import KeyPair
+from asyncflow_core.wire import KEY_BYTES, KeyPair, check_reach, split_key
 from asyncflow_weights_host.locator import BucketPlace, check_places, places_of, places_to_plain
 from asyncflow_weights_host.node import Origin
 from asyncflow_weights_host.protocol import TOKEN_BYTES
@@ -70,14 +70,16 @@ class ZmqLocator:
             if fields["delta"] is not None:
                 version, life, checksum, sizes = fields["delta"]
                 offer = DeltaOffer(int(version), int(life), str(checksum), tuple(map(int, sizes)))
-            public, secret = fields["client"]
+            pair = KeyPair(*map(bytes, fields["client"]))
+            address = str(fields["address"])
+            check_reach(address, bind=False, keys=split_key(address)[1] is not None)
             made = cls(
                 str(fields["host"]),
                 str(fields["boot_id"]),
                 Origin(
-                    str(fields["address"]),
+                    address,
                     bytes(fields["token"]),
-                    KeyPair(bytes(public), bytes(secret)),
+                    pair,
                 ),
                 places_of(fields["buckets"]),
                 offer,
@@ -85,6 +87,8 @@ class ZmqLocator:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not a locator of the transport 'zmq': {error!r}") from error
         check_places(made.buckets, published.manifest.tensors)
+        if {len(pair.public), len(pair.secret)} != {KEY_BYTES}:
+            raise DataError("a locator's keys have not the size of keys")
         if len(made.origin.token) != TOKEN_BYTES:
             raise DataError(f"a locator's token has {len(made.origin.token)} bytes")
         if offer is not None and (len(offer.sizes) != len(made.buckets) or min(offer.sizes) < 0):

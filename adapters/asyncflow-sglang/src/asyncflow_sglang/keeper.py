@@ -1,0 +1,55 @@
+"""Starts one server and ends it, with all it started, when whoever asked for it is gone.
+
+A program of its own, run without site packages: `python keeper.py COMMAND...`. Standard input is
+the lifeline: when it ends, in whatever way its other side ended, the server's process group is
+killed. Should this program be killed as well, the kernel kills the server (PR_SET_PDEATHSIG), and
+SGLang's own processes end with theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(command: list[str]) -> int:
+    """Run `command` in a session of its own until it ends or standard input does."""
+    # The child's parent is a thread of this process; started here, it is the main one.
+    server = subprocess.Popen(  # noqa: S603 - the command is ours
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509 - no thread runs yet
+    )
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        _end(server.pid)
+
+    threading.Thread(target=watch, daemon=True).start()
+    status = server.wait()
+    _end(server.pid)  # what it left behind
+    return status if status >= 0 else 128 - status
+
+
+def _end(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

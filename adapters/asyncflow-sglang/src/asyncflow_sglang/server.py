@@ -1,0 +1,467 @@
+"""One server: its process, health, requests and weights.
+
+Concurrency: everything that changes the server's weights or pauses it holds `control`. A request
+that a server loses comes back with the tokens that are certain, to go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncflow_core.errors import AsyncFlowError, EngineError
+from asyncflow_core.services.rollout import SwitchMode
+from asyncflow_sglang import layout, probe
+from asyncflow_sglang._compat import check_version
+from asyncflow_sglang.files import Held
+from asyncflow_sglang.health import Health, State
+from asyncflow_sglang.http import Http, RefusedError, UnreachableError
+from asyncflow_sglang.launch import ServerProcess
+from asyncflow_sglang.options import SGLangOptions
+from asyncflow_sglang.push import Pusher
+from asyncflow_sglang.replies import Labels, Segment
+from asyncflow_sglang.trajectory import Trajectory
+
+__all__ = ["Running", "Server"]
+
+_log = logging.getLogger(__name__)
+_CALL_S = 30.0
+"""Deadline of small control calls: pause, continue, abort."""
+_ABORT_AGAIN_S = 2.0
+_SETTLE_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request on this server.
+
+    Attributes:
+        trajectory: the whole request.
+        segment: what this server made of it.
+        switches: how often the server's weights had changed when it began.
+        task: reads its tokens.
+        lost: the server lost it; its tokens so far count only if no switch came between.
+    """
+
+    trajectory: Trajectory
+    segment: Segment
+    switches: int
+    task: asyncio.Task[None] | None = None
+    lost: str = ""
+
+
+@dataclass(slots=True)
+class Facts:
+    """What a server says of itself."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    input_tokens: int = 0
+    ranks: int = 1
+
+
+class Server:
+    """A server this rollout attached to or started.
+
+    Args:
+        name: in errors and logs.
+        http: its address.
+        options: of the rollout.
+        labels: names of versions.
+        process: makes its process; None for one that runs already.
+        wanted: the weights it should serve, None for those it came with.
+        changed: called when it may take requests, or may no longer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        http: Http,
+        *,
+        options: SGLangOptions,
+        labels: Labels,
+        process: Callable[[], ServerProcess] | None,
+        wanted: Callable[[], Held | None],
+        changed: Callable[[Server], None],
+    ) -> None:
+        self.name = name
+        self.http = http
+        self.health = Health(time.monotonic())
+        self.facts = Facts()
+        self.control = asyncio.Lock()
+        self.running: dict[str, Running] = {}
+        self.tokens = 0
+        self.lost_tokens = 0
+        self.busy_s = 0.0
+        self.paused = False
+        self._options = options
+        self._labels = labels
+        self._make_process = process
+        self._process: ServerProcess | None = None
+        self._starts = 0
+        self._wanted = wanted
+        self._changed = changed
+        self._pusher = Pusher(http, options)
+        self._switches = 0
+        self._switching = False
+        self._last_token = time.monotonic()
+        self._nudge = asyncio.Event()
+
+    # Life.
+
+    async def start(self) -> None:
+        """Start its process, where it is ours."""
+        self.http.open()
+        await self._start_process()
+
+    async def _start_process(self) -> None:
+        if self._make_process is not None:
+            self._starts += 1
+            self._process = self._make_process()
+            await self._process.start()
+
+    async def aclose(self) -> None:
+        """Cut its requests; end it, where it is ours."""
+        self.cut("the rollout is closed")
+        if self._process is None and self.paused:
+            with contextlib.suppress(RefusedError, UnreachableError):
+                await self._continue()
+        await self.http.aclose()
+        await self._pusher.aclose()
+        if self._process is not None:
+            await self._process.stop()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may take requests."""
+        return self.health.state is State.READY and not self._switching and not self.paused
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing will bring it back."""
+        return (
+            self._process is not None
+            and self.health.state is State.LOST
+            and self._starts > self._options.restarts
+        )
+
+    @property
+    def line(self) -> str:
+        """Its state, in words."""
+        since = time.monotonic() - self.health.now
+        return f"{self.name} ({self.http.url}) is {self.health.state} since {since:.0f} s" + (
+            f": {self.health.reason}" if self.health.reason else ""
+        )
+
+    async def watch(self) -> None:
+        """Look at it until cancelled; bring it up, to the current weights, and up again."""
+        while not self.gone:
+            await self._look()
+            if self.health.state is State.LOST:
+                await self._lose()
+            elif self.health.state is State.STALE and not self.control.locked():
+                await self._bring_up()
+            self._nudge.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._options.poll_s):
+                    await self._nudge.wait()
+
+    async def _look(self) -> None:
+        now = time.monotonic
+        if self._process is not None and (ended := self._process.ended):
+            self.health.lost(ended, now())
+            return
+        try:
+            info = await self.http.get("/model_info", timeout_s=self._options.poll_timeout_s)
+            if not self._switching:
+                self.health.answered(str(info["weight_version"]), now())
+        except UnreachableError as error:
+            self.health.missed(str(error), now(), refused=error.refused)
+        except (RefusedError, TypeError, KeyError) as error:
+            self.health.missed(f"/model_info: {error!r}", now(), refused=False)
+        self._check_deadlines()
+        self._changed(self)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        if self.health.state is State.STARTING and self._process is not None:
+            if now - self.health.now > self._options.start_timeout_s:
+                waited = f"it did not answer within {self._options.start_timeout_s:g} s"
+                self.health.lost(f"{waited}; {self._process.last_lines()}", now)
+        quiet = now - self._last_token
+        if self.running and self.ready and quiet > self._options.stall_s:
+            self.health.lost(
+                f"it has {len(self.running)} requests and gave no token for {quiet:.0f} s", now
+            )
+
+    async def _lose(self) -> None:
+        """Give its requests back and start it again, where it is ours."""
+        _log.warning("%s", self.line)
+        self._changed(self)
+        self.cut(self.health.reason)
+        self.paused = False
+        self._pusher.forget()
+        if self._process is None:
+            return
+        await self._process.stop()
+        if self.gone:
+            _log.error("%s ended for the %d. time and is given up", self.name, self._starts)
+            return
+        self.health.restarted(time.monotonic())
+        await self._start_process()
+
+    async def _bring_up(self) -> None:
+        async with self.control:
+            try:
+                await self._greet()
+                held = self._wanted()
+                if held is not None:
+                    await self._replace(held, keep_running=False)
+                else:
+                    await self._adopt()
+            except (RefusedError, UnreachableError, AsyncFlowError) as error:
+                _log.warning("%s cannot be brought up: %s", self.name, error)
+                self.health.doubted(f"it cannot be brought up: {error}", time.monotonic())
+        self._changed(self)
+
+    async def _greet(self) -> None:
+        """Learn what it is; `EngineError` if it cannot be used."""
+        info = await self.http.get("/server_info", timeout_s=_CALL_S)
+        check_version(str(info.get("version", "")), server=self.name)
+        state = (info.get("internal_states") or [{}])[0]
+        if int(info.get("tokenizer_worker_num") or 1) != 1:
+            raise EngineError(
+                f"{self.name} runs {info['tokenizer_worker_num']} tokenizer workers, allowed: 1; "
+                f"with more, a pause and an update reach different ones and wait for each other",
+                service=self.name,
+            )
+        ranks = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
+        self.facts = Facts({**info, **state}, int(info["max_req_input_len"]), ranks)
+        prompt = probe.fixed_prompt(layout.vocabulary_of(self._options.model), self.input_tokens)
+        if self.paused:
+            await self._continue()
+        await probe.check_definition(self.http, prompt, timeout_s=self._options.update_timeout_s)
+
+    @property
+    def input_tokens(self) -> int:
+        """Longest input it takes."""
+        return self.facts.input_tokens
+
+    async def _adopt(self) -> None:
+        """Take the weights it came with for version 0."""
+        info = await self.http.get("/model_info", timeout_s=_CALL_S)
+        label, own = str(info["weight_version"]), self._labels.of(0)
+        if label not in ("default", own):
+            raise EngineError(
+                f"{self.name} serves weights {label!r}, of another run; it waits for the first "
+                f"commit of this one",
+                service=self.name,
+            )
+        named = {"new_version": own, "abort_all_requests": False}
+        await self.http.post("/update_weight_version", named, timeout_s=_CALL_S)
+        self.health.confirmed(own, time.monotonic())
+
+    # Requests.
+
+    async def serve(self, trajectory: Trajectory) -> Segment:
+        """Let it go on with a request; what it made of it, unfinished if it lost it."""
+        rid = uuid.uuid4().hex
+        running = Running(trajectory, Segment(), self._switches)
+        self.running[rid] = running
+        if len(self.running) == 1:
+            self._last_token = time.monotonic()
+        running.task = asyncio.create_task(self._read(rid, running))
+        try:
+            await asyncio.wait({running.task})
+        finally:
+            if not running.task.done():
+                running.task.cancel()
+                await asyncio.gather(running.task, return_exceptions=True)
+                await self._abort(rid)
+            del self.running[rid]
+        if not running.task.cancelled():
+            running.task.result()
+        return self._certain(running)
+
+    async def _read(self, rid: str, running: Running) -> None:
+        body = running.trajectory.body(
+            rid,
+            self.health.label or "",
+            seeds=bool(self.facts.args.get("enable_deterministic_inference")),
+            interval=self._options.stream_interval,
+        )
+        try:
+            async with contextlib.aclosing(self.http.stream("/generate", body)) as replies:
+                async for reply in replies:
+                    self.tokens += running.segment.take(reply)
+                    self._last_token = time.monotonic()
+                    if running.segment.finish is not None:
+                        return
+        except UnreachableError as error:
+            running.lost = running.lost or str(error)
+            self._nudge.set()
+
+    def _certain(self, running: Running) -> Segment:
+        """The segment, without tokens of which nobody knows which weights made them."""
+        segment = running.segment
+        if segment.finish is None and running.switches != self._switches:
+            self.lost_tokens += len(segment.ids)
+            return Segment()
+        if segment.finish is None and segment.ids:
+            # Lost, and no switch since it began: all of what served then.
+            segment.spans = [(self._label_then, len(segment.ids))]
+        return segment
+
+    @property
+    def _label_then(self) -> str:
+        return self._last_label
+
+    def cut(self, reason: str) -> None:
+        """Give all its requests back as they are."""
+        for running in self.running.values():
+            running.lost = running.lost or reason
+            if running.task is not None:
+                running.task.cancel()
+
+    async def abort(self, trajectories: set[Trajectory]) -> None:
+        """End these of its requests with what they have; returns when they ended."""
+        chosen = {rid: r for rid, r in self.running.items() if r.trajectory in trajectories}
+        await self._end(chosen)
+
+    async def _end(self, chosen: dict[str, Running]) -> None:
+        await asyncio.gather(*(self._abort(rid) for rid in chosen))
+        again = time.monotonic() + _ABORT_AGAIN_S
+        while tasks := {r.task for rid, r in chosen.items() if rid in self.running and r.task}:
+            _, left = await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
+            if left and time.monotonic() >= again:
+                # The abort overtook its request, and a second one for an id is ignored: hang up.
+                for task in left:
+                    task.cancel()
+            await asyncio.sleep(0)
+
+    async def _abort(self, rid: str) -> None:
+        with contextlib.suppress(RefusedError, UnreachableError):
+            await self.http.post("/abort_request", {"rid": rid}, timeout_s=_CALL_S)
+
+    # Pausing and weights.
+
+    async def pause(self) -> None:
+        """Stand still at the next token, everything kept."""
+        async with self.control:
+            self.paused = True
+            self._changed(self)
+            if self.health.state is State.READY:
+                await self._post("/pause_generation", {"mode": "in_place"})
+                # Tokens made before are still on their way through the detokenizer.
+                while time.monotonic() - self._last_token < _SETTLE_S and self.running:
+                    await asyncio.sleep(_SETTLE_S / 4)
+
+    async def resume(self) -> None:
+        """Go on."""
+        async with self.control:
+            await self._continue()
+            self.paused = False
+            self._last_token = time.monotonic()
+        self._changed(self)
+
+    async def switch(self, held: Held, mode: SwitchMode) -> None:
+        """Serve these weights from the next token, or the next request, on.
+
+        Raises:
+            RefusedError, UnreachableError, AsyncFlowError: it does not; it takes no requests until
+                it was brought up again.
+        """
+        async with self.control:
+            self._switching = True
+            self._changed(self)
+            try:
+                keep = mode is SwitchMode.IN_FLIGHT and not self._unproven(held)
+                if mode is SwitchMode.DRAIN:
+                    await self._drained()
+                elif not keep:
+                    await self._end(dict(self.running))
+                await self._replace(held, keep_running=keep)
+            except BaseException as error:
+                self.health.doubted(f"its update failed: {error}", time.monotonic())
+                self.cut("an update of its weights failed")
+                self._nudge.set()
+                raise
+            finally:
+                self._switching = False
+                self._last_token = time.monotonic()
+                self._changed(self)
+
+    async def _drained(self) -> None:
+        while tasks := {r.task for r in self.running.values() if r.task}:
+            await asyncio.wait(tasks)
+            await asyncio.sleep(0)
+
+    async def _replace(self, held: Held, *, keep_running: bool) -> None:
+        """Pause, load, prove, go on. What fails leaves it paused and doubted."""
+        label = self._labels.of(held.version)
+        in_place = keep_running and self._options.in_flight == "in_place"
+        start = time.perf_counter()
+        self.health.doubted(f"it is given version {held.version}", time.monotonic())
+        await self._post("/pause_generation", {"mode": "in_place" if in_place else "retract"})
+        self._switches += 1
+        await self._pusher.push(held, label, flush=not in_place, ranks=self.facts.ranks)
+        how = self._how(held)
+        if how == "checksum":
+            answer = await self._post("/weights_checker", {"action": "checksum"})
+            self._hold(held, await asyncio.to_thread(layout.difference, held, answer))
+        if not self.paused or how == "logprobs":
+            await self._continue()
+        if how == "logprobs":
+            found = await probe.difference(
+                self.http,
+                held,
+                self._options.model,
+                probe.fixed_prompt(layout.vocabulary_of(self._options.model), self.input_tokens),
+                dtype=str(self.facts.args.get("dtype")),
+                timeout_s=self._options.update_timeout_s,
+            )
+            self._hold(held, found)
+            if self.paused:
+                await self._post("/pause_generation", {"mode": "in_place"})
+        self._last_label = label
+        self.health.confirmed(label, time.monotonic())
+        _log.info(
+            "%s serves version %d (by %s, proven by %s) after %.2f s",
+            self.name,
+            held.version,
+            self._options.update,
+            how,
+            time.perf_counter() - start,
+        )
+
+    def _how(self, held: Held) -> str:
+        """What proves that it holds a version."""
+        if self._options.verify != "auto":
+            return self._options.verify
+        return "logprobs" if self._unproven(held) else "checksum"
+
+    def _unproven(self, held: Held) -> str:
+        """Why no checksum can prove its weights, so that nothing may run before log-probs did."""
+        if self._options.verify in ("checksum", "off"):
+            return ""
+        if self._options.verify == "logprobs":
+            return "option verify"
+        return layout.known_reason(self._options.model, self.facts.args, held)
+
+    def _hold(self, held: Held, difference: str) -> None:
+        if difference:
+            raise EngineError(
+                f"{self.name} does not hold version {held.version}: {difference}",
+                service=self.name,
+            )
+
+    async def _continue(self) -> None:
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return await self.http.post(path, body, timeout_s=self._options.update_timeout_s)
