@@ -98,6 +98,12 @@ class ServiceConfig(PartConfig):
     """Interpreter of the service's process; it needs asyncflow-core and the plugin."""
 
 
+LeasePolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+"""Which ready rows go first: fifo; stalest_first, by the oldest version that produced them;
+token_balanced, which evens the tokens that a task's workers hold; or a name that the data store
+adds."""
+
+
 class SamplingConfig(Section):
     """How responses are drawn."""
 
@@ -124,6 +130,8 @@ class RolloutConfig(ServiceConfig):
     """Processes, each with the whole model."""
     rows_in_flight: int = Field(256, ge=1)
     """Rows one replica holds at a time."""
+    lease_policy: LeasePolicyName = "fifo"
+    """Which prompts go first, among those of the oldest batch that may start."""
     sampling: SamplingConfig = SamplingConfig()
     """How responses are drawn, in training and evaluation."""
     switch_mode: Literal["auto", "drain", "in_flight", "abort_resume"] = "auto"
@@ -138,6 +146,8 @@ class TrainerConfig(ServiceConfig):
     """Ranks, a process each."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Most tokens, prompts included, of one micro-batch of one rank; one row may exceed it."""
+    lease_policy: LeasePolicyName = "fifo"
+    """Which ready groups of a step's batch go first; all of it is trained in that step."""
 
 
 class WeightSyncConfig(PartConfig):
@@ -178,6 +188,9 @@ class StageConfig(Section):
     """Threads or processes that share the work."""
     rows: int = Field(64, ge=1)
     """Most rows of one call; a whole group may exceed it."""
+    lease_policy: LeasePolicyName = "fifo"
+    """Which ready rows go first: fifo; stalest_first, those of the oldest weights; token_balanced,
+    which evens the tokens that the stage's workers hold."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds one call may take. In a process of its own (`module:name`) it is ended then, and
     rows that are to blame are given up: a reward's count 0, as if it had raised, others are
@@ -248,7 +261,14 @@ class WorkflowConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out prompts, answered with the weights before the first and after the last step."""
+    """Held-out prompts, answered with the weights before the first and after the last step, and
+    with published versions beside training."""
+
+    every: int = Field(0, ge=0)
+    """Versions from one evaluation beside training to the next; 0 for none."""
+    share: float = Field(0.1, gt=0.0, le=1.0)
+    """Of the rows in flight of all replicas, how many may be held-out ones beside training; one
+    prompt's may always."""
 
     samples: int = Field(4, ge=1)
     """Responses a prompt."""

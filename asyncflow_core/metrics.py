@@ -6,10 +6,21 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 __all__ = [
+    "CHECKPOINT_SAVE_S",
+    "EVAL_NEWEST_VERSION",
+    "EVAL_OLDEST_VERSION",
+    "EVAL_REWARD_MEAN",
+    "EVAL_ROWS",
+    "EVAL_ROWS_DROPPED",
+    "EVAL_SCORE",
+    "EVAL_VERSION",
+    "EVAL_WALL_S",
     "RESPONSE_TOKENS_MEAN",
+    "RESTARTS",
     "REWARD_ERRORS",
     "REWARD_MEAN",
     "REWARD_STD",
+    "ROLLOUT_TOKENS_DIED",
     "ROLLOUT_TOKENS_KEPT",
     "ROLLOUT_TOKENS_LOST",
     "STALENESS_MAX",
@@ -40,6 +51,8 @@ REWARD_ERRORS: Final = "reward/errors"
 RESPONSE_TOKENS_MEAN: Final = "rollout/response_tokens_mean"
 ROLLOUT_TOKENS_KEPT: Final = "rollout/tokens_kept"
 ROLLOUT_TOKENS_LOST: Final = "rollout/tokens_lost"
+ROLLOUT_TOKENS_DIED: Final = "rollout/tokens_died"
+RESTARTS: Final = "flow/restarts"
 TOKENS_PER_S: Final = "flow/tokens_per_s"
 STEP_WALL_S: Final = "flow/step_wall_s"
 STALENESS_MEAN: Final = "staleness/mean"
@@ -59,6 +72,15 @@ WEIGHTS_COMMIT_S: Final = "weights/commit_s"
 WEIGHTS_FAILURES: Final = "weights/failures"
 WEIGHTS_COMPARED: Final = "weights/compared"
 WEIGHTS_BYTES: Final = "weights/bytes"
+CHECKPOINT_SAVE_S: Final = "checkpoint/save_s"
+EVAL_SCORE: Final = "eval/score"
+EVAL_REWARD_MEAN: Final = "eval/reward_mean"
+EVAL_VERSION: Final = "eval/version"
+EVAL_OLDEST_VERSION: Final = "eval/oldest_version"
+EVAL_NEWEST_VERSION: Final = "eval/newest_version"
+EVAL_ROWS: Final = "eval/rows"
+EVAL_ROWS_DROPPED: Final = "eval/rows_dropped"
+EVAL_WALL_S: Final = "eval/wall_s"
 
 
 class Means:

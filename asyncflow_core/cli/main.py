@@ -24,12 +24,14 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("config", type=click.Path())
+@click.argument("config", type=click.Path(), required=False)
 @click.argument("overrides", nargs=-1)
-def run(config: str, overrides: Sequence[str]) -> None:
+@click.option("--resume", metavar="RUN", help="Go on with the run in the folder RUN (runs/NAME).")
+def run(config: str | None, overrides: Sequence[str], resume: str | None) -> None:
     """Train: run CONFIG with OVERRIDES.
 
     CONFIG is a YAML file; an override is section.key=value, as in workflow.steps=10.
+    With --resume there is no CONFIG: the run has its own.
     """
     from asyncflow_core.cli.progress import Progress
     from asyncflow_core.config_source import parse_overrides
@@ -38,8 +40,13 @@ def run(config: str, overrides: Sequence[str]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # SIGTERM ends a run as Ctrl-C does: every process and file of it goes with it.
     signal.signal(signal.SIGTERM, _interrupt)
-    flow = Flow.from_config(config, parse_overrides(overrides))
-    progress = Progress(flow.config)
+    if resume is not None:  # the first argument is an override then
+        flow = Flow.resume(resume, parse_overrides([config, *overrides] if config else []))
+    elif config is not None:
+        flow = Flow.from_config(config, parse_overrides(overrides))
+    else:
+        raise click.UsageError("run takes CONFIG, or --resume RUN")
+    progress = Progress(flow.config, first=flow.resumed_from)
     progress.starting()
     try:
         for step in flow.run():
@@ -132,6 +139,22 @@ def keys_show(file: str) -> None:
     from asyncflow_core.cli.keys import show_keys
 
     show_keys(file)
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--once", is_flag=True, help="Print once instead of refreshing.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable status, once.")
+def top(run: str, once: bool, as_json: bool) -> None:
+    """Show what RUN does now.
+
+    RUN is its folder, or its name below runs/. Shows queues, staleness, how busy each worker is,
+    tokens wasted, who waits for whom, the bottleneck and which setting would help. Exit status 1
+    tells that the run failed.
+    """
+    from asyncflow_core.cli.top import top as show
+
+    sys.exit(show(run, once=once, as_json=as_json))
 
 
 class _StartedError(Exception):

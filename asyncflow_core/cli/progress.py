@@ -20,9 +20,10 @@ _EVERY_S = 10.0
 class Progress:
     """Prints to standard output; times are [hours:]minutes:seconds."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Remember what the lines name."""
+    def __init__(self, config: RunConfig, *, first: int | None = None) -> None:
+        """Remember what the lines name; `first` is the step that a run is resumed from."""
         self._config = config
+        self._resumed, self._first = first is not None, first or 0
         self._terminal = sys.stdout.isatty()
         self._start: float | None = None
         self._printed = 0.0
@@ -31,8 +32,9 @@ class Progress:
     def starting(self) -> None:
         """Say what is about to run."""
         flow, config = self._config.workflow, self._config
+        resumed = f", resumed from step {self._first}" if self._resumed else ""
         print(
-            f"run {config.name}: {flow.preset}, max staleness {flow.bound}, {flow.steps} steps of "
+            f"run {config.name}{resumed}: {flow.preset}, max staleness {flow.bound}, {flow.steps} steps of "
             f"{flow.groups_per_step} x {flow.group_size} samples, rollout {config.rollout.plugin} "
             f"x{config.rollout.replicas}, trainer {config.trainer.plugin} "
             f"x{config.trainer.world_size}; starting processes ...",
@@ -52,7 +54,7 @@ class Progress:
             return
         self._printed = now
         elapsed = now - self._start
-        left = elapsed / step.version * (step.steps - step.version)
+        left = elapsed / (step.version - self._first) * (step.steps - step.version)
         line = (
             f"step {step.version:>{len(str(step.steps))}}/{step.steps}  reward {self._reward:.3f}  "
             f"{_clock(elapsed)} elapsed, {_clock(left)} left  "

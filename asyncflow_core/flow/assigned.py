@@ -3,8 +3,8 @@
 Every change is a record (a plain mapping), written down before the store sees the groups. Applying
 a record twice changes nothing, so that a checkpoint and the records after it may overlap. Pure.
 
-    {"batch": 3, "groups": [[0, 12], [0, 13]], "next": [0, 14], "last": "9f..."}    groups went there
-    {"batch": 3, "dropped": [[0, 12]]}                                              groups are gone
+    {"batch": 3, "groups": [[0, 12], [0, 13]], "next": [0, 14], "last": "9f..."}    they went there
+    {"batch": 3, "dropped": [[0, 12]]}                                              they are gone
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A check whose plugins were not all found is left out: their own faults come firs
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -176,6 +177,23 @@ def _store_holds(config: RunConfig, store: DataStoreCapabilities) -> Iterator[Fa
             )
 
 
+def _lease_policies(config: RunConfig, store: DataStoreCapabilities) -> Iterator[Fault]:
+    sections: list[tuple[tuple[str, ...], str]] = [
+        (("rollout",), config.rollout.lease_policy),
+        (("trainer",), config.trainer.lease_policy),
+        *((("stages", name), stage.lease_policy) for name, stage in config.stages.items()),
+    ]
+    for path, policy in sections:
+        if policy not in store.lease_policies:
+            near = difflib.get_close_matches(policy, store.lease_policies, n=1, cutoff=0.5)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            yield (
+                (*path, "lease_policy"),
+                f"data store {config.data_store.plugin!r} has no lease policy {policy!r}, it has "
+                f"{', '.join(sorted(store.lease_policies))}{meant}",
+            )
+
+
 def _devices(config: RunConfig) -> Iterator[Fault]:
     yield from _process("rollout", config.rollout, config.rollout.replicas, "replicas")
     yield from _process("trainer", config.trainer, config.trainer.world_size, "ranks")
@@ -227,4 +245,5 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Fault]]], ...] = (
     (("launcher", "weight_sync"), _weights_reach),
     (("launcher",), _launched),
     (("data_store",), _store_holds),
+    (("data_store",), _lease_policies),
 )

@@ -124,6 +124,14 @@ class TrainerControl(StageControl):
         """No replica will fetch this version again."""
 
     @abstractmethod
+    async def save(self, path: str) -> None:
+        """Write a checkpoint of all ranks into a new directory."""
+
+    @abstractmethod
+    async def load(self, path: str) -> None:
+        """Go on from a checkpoint."""
+
+    @abstractmethod
     async def save_model(self, path: str) -> bool:
         """Write a Hugging Face model directory; False if the trainer cannot."""
 

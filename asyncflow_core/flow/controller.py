@@ -9,26 +9,31 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncflow_core.errors import ServiceError
 from asyncflow_core.flow.control import RolloutControl, StageControl, TrainerControl
+from asyncflow_core.flow.folder import RunFolder
 from asyncflow_core.flow.launch import Launcher
 from asyncflow_core.flow.plan import Plan
 from asyncflow_core.flow.processes import EndedError, Processes
-from asyncflow_core.flow.record import Recorder, RunFolder
+from asyncflow_core.flow.record import Recorder
+from asyncflow_core.flow.replicas import Replicas
 from asyncflow_core.flow.results import StepResult, Summary
+from asyncflow_core.flow.saving import bring_back_rows
+from asyncflow_core.flow.status import Staleness
 from asyncflow_core.flow.steps import Parts, Steps
 from asyncflow_core.flow.supply import Supply
 from asyncflow_core.flow.switching import Switching
 from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.flow.totals import Totals
-from asyncflow_core.flow.waits import Waits
+from asyncflow_core.flow.waits import Batch, Waits
+from asyncflow_core.flow.watching import Watching
 from asyncflow_core.flow.worker import first_failure
-from asyncflow_core.flow.workers_here import workers_here
+from asyncflow_core.flow.workers_here import keep, workers_here
 from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.services.data_store import DataStore
 
@@ -57,7 +62,11 @@ class Controller:
         self._folder = folder
         self._on_step = on_step
         self._processes = Processes(plan, folder.path / "logs")
-        self._totals = Totals()
+        fresh = Totals(staleness=Staleness(plan.config.workflow.bound))
+        self._totals = folder.start.totals or fresh
+        self._rows_kept = False
+        controls = self._processes.controls
+        self._watching = Watching(plan.config, folder.path, self._totals, controls)
 
     async def run(self) -> Summary:
         """Run to the end; every process is gone when this returns or raises.
@@ -69,6 +78,7 @@ class Controller:
         start = time.perf_counter()
         async with AsyncExitStack() as stack:
             stack.callback(self._folder.close)
+            stack.enter_context(self._watching.to_the_end())
             launcher: Launcher = await stack.enter_async_context(self._build("launcher"))
             store: DataStore = await stack.enter_async_context(
                 self._build("data_store", run_dir=launcher.run_dir)
@@ -80,8 +90,12 @@ class Controller:
                 await self._raise_why(failures)
             stats = await store.stats()
         summary = self._totals.summary(
-            self._config, dict(stats.rows_dropped), time.perf_counter() - start
+            self._config,
+            dict(stats.rows_dropped),
+            self._watching.tokens(),
+            time.perf_counter() - start,
         )
+        summary = replace(summary, restarts=dict(self._processes.restarts.count))
         self._folder.write_json("summary.json", asdict(summary))
         return summary
 
@@ -92,11 +106,22 @@ class Controller:
         launcher: Launcher,
         store: DataStore,
     ) -> None:
-        waits = Waits(store)
+        await self._bring_back(store)
+        flow, watchdog = self._config.workflow, self._config.watchdog
+        waits = Waits(
+            store,
+            Batch(flow.groups_per_step, flow.group_size),
+            idle_s=watchdog.idle_s,
+            clock=self._processes.clock.now,
+        )
         group.create_task(waits.run())
+        looking = DaemonThread("status")
+        stack.callback(looking.shutdown, wait=False, cancel_futures=True)
+        group.create_task(self._watching.run(store, waits, looking))
         await self._processes.start(group, stack, launcher, store, waits)
         parts = await self._connect(group, stack, store, waits)
         await Steps(self._plan, self._folder, parts, self._totals, self._on_step).run(group)
+        await self._watching.look(store, waits)  # while everybody still answers
         raise _FinishedError
 
     async def _connect(
@@ -110,8 +135,10 @@ class Controller:
         aside = partial(asyncio.get_running_loop().run_in_executor, drawing)
         tokenizer: Tokenizer = await aside(self._build, "tokenizer")
         prompts = await aside(self._build, "prompts", tokenizer)
-        recorder = Recorder(self._folder, tokenizer, writing)
+        start = self._folder.start
+        recorder = Recorder(self._folder, tokenizer, writing, first_batch=start.version)
         workers = workers_here(self._plan, store, tokenizer, recorder, stack)
+        self._watching.workers(workers)
         for worker in workers:
             await worker.register()
         controls = self._processes.controls
@@ -119,16 +146,68 @@ class Controller:
             if isinstance(control, StageControl):
                 await control.start()
         for worker in workers:
-            group.create_task(worker.run())
+            group.create_task(keep(worker, self._processes.restarts, self._processes.clock))
         trainer = next(c for c in controls.values() if isinstance(c, TrainerControl))
-        replicas = {n: c for n, c in controls.items() if isinstance(c, RolloutControl)}
+        rollouts = {n: c for n, c in controls.items() if isinstance(c, RolloutControl)}
+        replicas = Replicas(rollouts)
         switching = Switching(
-            replicas, trainer, self._plan.switch_mode, group, self._config.weight_sync
+            rollouts,
+            trainer,
+            self._plan.switch_mode,
+            group,
+            self._config.weight_sync,
+            self._processes.clock.now,
         )
         switching.start()
-        supply = Supply(store, prompts, self._config, drawing)
+        supply = Supply(
+            store,
+            prompts,
+            self._config,
+            drawing,
+            version=start.version,
+            assigned=start.assigned,
+            note=self._folder.note,
+        )
+        if start.life:
+            await supply.bring_back(start.life if self._rows_kept else 0)
         group.create_task(supply.watch_drops())
-        return Parts(store, tokenizer, recorder, supply, trainer, replicas, switching, waits)
+        self._keep_alive(replicas, switching)
+        group.create_task(replicas.run())
+        return Parts(
+            store,
+            tokenizer,
+            recorder,
+            supply,
+            trainer,
+            replicas,
+            switching,
+            waits,
+            self._processes.restarts,
+        )
+
+    async def _bring_back(self, store: DataStore) -> None:
+        """In a later life: let a store that outlived the last one forget what is void."""
+        start, exact = self._folder.start, self._config.checkpoint.resume == "exact"
+        options = self._plan.chosen["data_store"].options
+        if start.life and getattr(options, "durability", "none") != "none":
+            self._rows_kept = await bring_back_rows(store, start.version, exact=exact)
+        wasted = start.tokens_void if self._rows_kept else start.tokens_redone
+        self._totals.wasted["resume"] += wasted
+
+    def _keep_alive(self, replicas: Replicas, switching: Switching) -> None:
+        """Tell the weight protocol and the counters of replicas that die and come back."""
+
+        def left(name: str) -> None:
+            if name.startswith("rollout-"):
+                self._totals.wasted["died"] += replicas.left(name)
+                switching.left(name)
+
+        async def back(name: str, control: Any) -> None:
+            if isinstance(control, RolloutControl):
+                replicas.back(name, control)
+                switching.joined(name, control)
+
+        self._processes.keep_alive(left, back)
 
     def _build(
         self, section: str, tokenizer: Tokenizer | None = None, run_dir: Path | None = None

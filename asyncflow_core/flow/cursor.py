@@ -1,10 +1,11 @@
-"""The place in the training prompts: one after another, and back to those that were drawn before."""
+"""The place in the training prompts: one after another, and back to those drawn before."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +17,9 @@ from asyncflow_core.parts import PromptRecord, Prompts
 __all__ = ["PromptCursor", "fingerprint"]
 
 
-def fingerprint(record: PromptRecord) -> str:
+def fingerprint(prompt_ids: Any) -> str:
     """Equal for equal prompts: tells whether a resumed run has the prompts it had."""
-    ids = np.asarray(record.prompt_ids, "<i8")
+    ids = np.asarray(prompt_ids, "<i8")
     return hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
 
 
@@ -60,7 +61,7 @@ class PromptCursor:
         """Prompts that were drawn before.
 
         Raises:
-            ConfigError: there are fewer of them now.
+            ConfigError: they are not those that the run began with.
         """
         wanted: dict[int, set[int]] = {}
         for key in keys:
@@ -69,6 +70,7 @@ class PromptCursor:
         for epoch, sequences in wanted.items():
             last = max(sequences)
             for sequence, record in enumerate(islice(self._prompts.train(epoch), last + 1)):
+                self._check(epoch, sequence, record)
                 if sequence in sequences:
                     found[GroupKey(TRAINING, epoch, sequence)] = record
             if GroupKey(TRAINING, epoch, last) not in found:
@@ -79,10 +81,9 @@ class PromptCursor:
         while True:
             sequence = -1
             for sequence, record in enumerate(self._prompts.train(epoch)):
+                self._check(epoch, sequence, record)
                 if sequence >= first:
                     yield GroupKey(TRAINING, epoch, sequence), record
-                elif sequence == first - 1 and self._last not in ("", fingerprint(record)):
-                    raise ConfigError(self._changed(f"prompt {sequence} of epoch {epoch} differs"))
             if sequence < 0:
                 raise DataError(
                     f"prompts plugin {self._plugin!r} has no training prompts in epoch {epoch}; "
@@ -91,6 +92,12 @@ class PromptCursor:
             if sequence < first - 1:
                 raise ConfigError(self._changed(f"epoch {epoch} has {sequence + 1} prompts"))
             epoch, first = epoch + 1, 0
+
+    def _check(self, epoch: int, sequence: int, record: PromptRecord) -> None:
+        """Refuse another prompt than the last one drawn before."""
+        drawn = (epoch, sequence + 1) == self._at and self._last
+        if drawn and fingerprint(record.prompt_ids) != self._last:
+            raise ConfigError(self._changed(f"prompt {sequence} of epoch {epoch} differs"))
 
     def _changed(self, how: str) -> str:
         return (

@@ -15,9 +15,10 @@ from asyncflow_core.config import RolloutConfig, RunConfig, StageConfig, Trainer
 from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import ConfigError, ServiceClosedError
 from asyncflow_core.flow.controller import Controller
+from asyncflow_core.flow.folder import RunFolder
 from asyncflow_core.flow.plan import Plan, make_plan
-from asyncflow_core.flow.record import RunFolder
 from asyncflow_core.flow.results import StepResult, Summary
+from asyncflow_core.flow.resume import resumable
 from asyncflow_core.registry import Registry
 
 __all__ = ["Flow", "Use", "reward", "stage", "use"]
@@ -97,14 +98,21 @@ class Flow:
         ConfigError: on construction, with every fault that was found; nothing was started.
     """
 
-    def __init__(self, *, registry: Registry | None = None, **sections: Any) -> None:
+    def __init__(
+        self,
+        *,
+        registry: Registry | None = None,
+        resume: str | Path | None = None,
+        **sections: Any,
+    ) -> None:
         """Build from sections, as in a configuration file; a plugin is chosen with `use`.
 
         Args:
             registry: plugins to use; default: the installed ones.
+            resume: folder of a run (runs/NAME) to go on with, which these sections began.
             sections: fields of `RunConfig`; a section is a `Use` or a mapping.
         """
-        self._start(ConfigSource.from_values(_tree(sections)), registry)
+        self._start(ConfigSource.from_values(_tree(sections)), registry, resume)
 
     @classmethod
     def from_config(
@@ -113,6 +121,7 @@ class Flow:
         overrides: Mapping[str, Any] | None = None,
         *,
         registry: Registry | None = None,
+        resume: str | Path | None = None,
     ) -> Flow:
         """Read a YAML file.
 
@@ -120,15 +129,49 @@ class Flow:
             path: of the file.
             overrides: dotted path to value, as `{"workflow.max_staleness": 1}`.
             registry: plugins to use; default: the installed ones.
+            resume: folder of a run (runs/NAME) to go on with, which this file began.
         """
         source = ConfigSource.from_file(path)
         for key, value in (overrides or {}).items():
             source.override(key, value)
         flow = cls.__new__(cls)
-        flow._start(source, registry)
+        flow._start(source, registry, resume)
         return flow
 
-    def _start(self, source: ConfigSource, registry: Registry | None) -> None:
+    @classmethod
+    def resume(
+        cls,
+        run: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        registry: Registry | None = None,
+    ) -> Flow:
+        """Go on with a run that ended, from its newest checkpoint, by its own configuration.
+
+        Args:
+            run: its folder, runs/NAME.
+            overrides: dotted path to value; rows, prompts and weights must keep their meaning
+                (`docs/guides/resume.md`).
+            registry: plugins to use; default: the installed ones.
+
+        Raises:
+            ConfigError: there is nothing to go on with, or the configuration has faults.
+        """
+        folder = Path(run)
+        resumable(folder)
+        return cls.from_config(folder / "config.yaml", overrides, registry=registry, resume=folder)
+
+    def _start(
+        self, source: ConfigSource, registry: Registry | None, resume: str | Path | None
+    ) -> None:
+        self._resume = resume is not None
+        self.resumed_from: int | None = None
+        """The step that a resumed run goes on from."""
+        if resume is not None:
+            folder = Path(resume).resolve()
+            self.resumed_from = resumable(folder)
+            source.override("name", folder.name)
+            source.override("out", str(folder.parent))
         self._plan = make_plan(source, registry or Registry())
         self._summary: Summary | None = None
         self._folder: RunFolder | None = None
@@ -194,7 +237,7 @@ class Flow:
         if self._started:
             raise ServiceClosedError("a flow runs once; make another one to run again")
         self._started = True
-        self._folder = await asyncio.to_thread(RunFolder, self._plan.config)
+        self._folder = await asyncio.to_thread(RunFolder, self._plan.config, resume=self._resume)
         self._summary = await Controller(self._plan, self._folder, on_step).run()
 
 

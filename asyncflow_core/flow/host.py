@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from asyncflow_core.errors import (
     ServiceClosedError,
     UnsupportedCapabilityError,
 )
+from asyncflow_core.flow.calls import CallLog
 from asyncflow_core.flow.compare import first_difference
 from asyncflow_core.flow.control import (
     RankControl,
@@ -30,10 +32,11 @@ from asyncflow_core.flow.launch import (
     StageRole,
     TrainerRole,
 )
+from asyncflow_core.flow.stage_work import stage_work
 from asyncflow_core.flow.stages import function_contract, make_stage, plugin_contract
 from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.flow.train import TrainSettings, TrainWorker
-from asyncflow_core.flow.work import rollout_work, stage_work
+from asyncflow_core.flow.work import rollout_work
 from asyncflow_core.flow.worker import Worker
 from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.registry import Registry
@@ -192,6 +195,7 @@ class Host:
             max_staleness=role.max_staleness,
             micro_batch_tokens=role.micro_batch_tokens,
             whole_batch=role.whole_batch,
+            lease_policy=role.lease_policy,
         )
         return TrainWorker(self._store, ranks, settings)
 
@@ -202,7 +206,14 @@ class Host:
         contract = plugin_contract(plugin, options) if plugin else function_contract(stage)
         executor = DaemonThread(self._spec.name)
         self._stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-        work = stage_work(make_stage(stage, plugin, options, ctx), contract, ctx.name, executor)
+        work = stage_work(
+            make_stage(stage, plugin, options, ctx),
+            contract,
+            ctx.name,
+            executor,
+            timeout_s=stage.timeout_s,
+            calls=CallLog.of(Path(self._spec.run_dir), role.task.name),
+        )
         worker = Worker(
             self._store,
             role.task,
@@ -210,6 +221,7 @@ class Host:
             requester=self._spec.name,
             rows_in_flight=2 * stage.rows,
             rows_per_lease=stage.rows,
+            policy=stage.lease_policy,
         )
         return StageProcess(self, worker)
 
@@ -250,16 +262,21 @@ class RolloutReplica(RolloutControl):
         self._weight_sync = weight_sync
         self._name = spec.name
         self._version: int | None = None
+        self._tokens_finished = 0
         sampling = SamplingParams(**role.sampling.model_dump())
         self._worker = Worker(
             store,
             role.task,
-            rollout_work(service, sampling, spec.seed),
+            rollout_work(service, sampling, spec.seed, self._finished),
             requester=spec.name,
             rows_in_flight=role.rows_in_flight,
+            policy=role.lease_policy,
             version=self._confirmed,
         )
         self._pulling = False
+
+    def _finished(self, tokens: int) -> None:
+        self._tokens_finished += tokens
 
     def _confirmed(self) -> int:
         if self._version is None:
@@ -303,5 +320,7 @@ class RolloutReplica(RolloutControl):
         return self._worker.stats()
 
     async def stats(self) -> RolloutStats:
-        """Of the engine."""
-        return await self._service.stats()
+        """Of the engine, with what would be lost if it died now."""
+        stats = await self._service.stats()
+        done = self._tokens_finished + stats.tokens_lost
+        return replace(stats, tokens_unfinished=max(0, stats.tokens_generated - done))

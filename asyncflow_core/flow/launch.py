@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 
-SUPERVISED = Heartbeat(interval_s=0.0)
-"""Of connections inside a run on one machine, none: the kernel tells of a process that died, and
-the watchdog finds one that is stuck. Silence alone ends no connection, so that a run that is
-stopped (Ctrl-Z) goes on when it is continued."""
+SUPERVISED = Heartbeat(timeout_s=7 * 24 * 3600.0)
+"""Of connections inside a run on one machine: silence ends none of them for a week, so that a run
+that is stopped (Ctrl-Z) goes on when it is continued. The kernel tells of a process that died, and
+the watchdog finds one that is stuck."""
 
 
 class BareRole(Section):
@@ -53,6 +53,8 @@ class RolloutRole(Section):
     """How responses are drawn."""
     rows_in_flight: int
     """Rows held at a time."""
+    lease_policy: str = "fifo"
+    """Which rows go first."""
     weight_sync: PartConfig
     """Where weights come from."""
 
@@ -77,6 +79,8 @@ class TrainerRole(Section):
     """Of one rank."""
     whole_batch: bool
     """Wait for an update's whole share first."""
+    lease_policy: str = "fifo"
+    """Which groups go first."""
     weight_sync: PartConfig
     """Where weights go."""
     overlaps_export: bool = False

@@ -43,7 +43,8 @@ class Summary:
         tokens_generated: response tokens, of all replicas. tokens_trained, tokens_evaluated: of
             those, in trained and in held-out rows.
         tokens_wasted_by_reason: cause to response tokens that were generated for nothing.
-        reward_errors: rows whose verifier raised.
+        reward_errors: rows whose verifier raised, or never returned.
+        restarts: process to how often it was started again.
         busy_rollout, busy_trainer: share of `wall_s` the engines worked, mean over replicas.
     """
 
@@ -72,3 +73,4 @@ class Summary:
     tokens_trained: int = 0
     tokens_evaluated: int = 0
     tokens_wasted_by_reason: dict[str, int] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)

@@ -114,7 +114,8 @@ async def _serve(spec: ProcessSpec) -> int:
         await host.open()
         stack.push_async_callback(host.aclose)
         server = Server(spec.address, name=spec.name, token=spec.token, heartbeat=SUPERVISED)
-        serve_object(server, "life", _Turning(), interface=Life)
+        turning: Life = _Turning()
+        serve_object(server, "life", turning, interface=Life)
         if isinstance(spec.role, BareRole):
             serve_service(
                 server,

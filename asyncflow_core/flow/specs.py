@@ -73,6 +73,7 @@ def process_specs(
             task=plan.tasks["rollout"],
             sampling=config.rollout.sampling,
             rows_in_flight=config.rollout.rows_in_flight,
+            lease_policy=config.rollout.lease_policy,
             weight_sync=weight_sync,
         )
         chosen = _part(plan, "rollout")
@@ -122,6 +123,7 @@ def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> Trainer
         max_staleness=flow.bound,
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         whole_batch=flow.preset == "sequential",
+        lease_policy=config.trainer.lease_policy,
         weight_sync=weight_sync,
         overlaps_export=plan.overlaps_export,
         ranks=tuple(

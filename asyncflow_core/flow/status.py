@@ -258,7 +258,7 @@ def bottleneck(
     if busiest and before[busiest] >= _BUSY:
         share = f"{before[busiest]:.0%}"
         if busiest == "rollout":
-            knobs = ("rollout.replicas: more", "rollout.rows_in_flight: more")
+            knobs: tuple[str, ...] = ("rollout.replicas: more", "rollout.rows_in_flight: more")
             if bound == 0 or preset == "sequential":
                 knobs = ("workflow.max_staleness: 1 or more, preset async", *knobs)
             words = f"{waits}, rollout is busy {share}: rollout is the bottleneck"

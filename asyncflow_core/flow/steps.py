@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncflow_core import metrics
-from asyncflow_core.flow.control import RolloutControl, StepReport, TrainerControl
+from asyncflow_core.flow.control import StepReport, TrainerControl
+from asyncflow_core.flow.evaluation import Evaluations
+from asyncflow_core.flow.folder import RunFolder
 from asyncflow_core.flow.plan import Plan
-from asyncflow_core.flow.record import Recorder, RunFolder
+from asyncflow_core.flow.record import Recorder
+from asyncflow_core.flow.replicas import Replicas
 from asyncflow_core.flow.results import StepResult
+from asyncflow_core.flow.saving import Saving
 from asyncflow_core.flow.supply import Supply
 from asyncflow_core.flow.switching import Switching
 from asyncflow_core.flow.totals import Totals
 from asyncflow_core.flow.waits import Waits
+from asyncflow_core.flow.watchdog import Restarts
 from asyncflow_core.parts import Tokenizer
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.services.weight_sync import PublishedWeights
@@ -35,9 +40,10 @@ class Parts:
     recorder: Recorder
     supply: Supply
     trainer: TrainerControl
-    replicas: Mapping[str, RolloutControl]
+    replicas: Replicas
     switching: Switching
     waits: Waits
+    restarts: Restarts
 
 
 class Steps:
@@ -58,57 +64,93 @@ class Steps:
         self._parts = parts
         self._totals = totals
         self._on_step = on_step
-        self._started = self._step_ended = 0.0
+        self._life, self._first = folder.start.life, folder.start.version
+        self._saving = Saving(plan.config, folder, parts.trainer, parts.supply, parts.store, totals)
+        self._evaluations = Evaluations(
+            plan.config,
+            parts.store,
+            parts.supply,
+            parts.recorder,
+            parts.switching,
+            totals,
+            lambda record: folder.append("evaluations.jsonl", [record]),
+        )
+        self._started = self._step_ended = self._busy_before = 0.0
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish the first weights, evaluate, train all steps, evaluate, save the model."""
         parts, switching = self._parts, self._parts.switching
         parts.waits.begin("bringing the first weights to all replicas", switching.waiting)
-        switching.published(await parts.trainer.publish(0, 0))
+        await self._saving.load()
+        switching.published(await parts.trainer.publish(self._first, self._life))
         await switching.settled()
-        await self._evaluate(0)
+        if not self._life:
+            parts.waits.begin("the evaluation before training")
+            await self._evaluations.alone(0)
         await self._train(group)
         parts.waits.begin("bringing the last weights to all replicas", switching.waiting)
         await switching.settled()
-        await self._evaluate(1)
+        parts.waits.begin("the evaluation after training")
+        await self._evaluations.alone(self._config.workflow.steps)
         parts.waits.begin("saving the model")
         await parts.trainer.save_model(str(self._folder.path / "model"))
         self._totals.rows_put = parts.supply.rows_put
-        self._totals.rows_evaluated = parts.supply.rows_evaluated
+        self._totals.rows_evaluated += parts.supply.rows_evaluated
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
         """All steps; what is counted and written of one is beside the next."""
-        parts, steps = self._parts, self._config.workflow.steps
-        self._started = self._step_ended = time.perf_counter()
-        busy_before = await _busy_s(parts.replicas)
+        parts, first, steps = self._parts, self._first, self._config.workflow.steps
+        self._step_ended = time.perf_counter()
+        self._started = self._step_ended - self._totals.wall_s
+        self._totals.begun = True
+        self._busy_before = (await parts.replicas.totals()).busy_s
         group.create_task(parts.supply.admit())
-        parts.waits.begin("step 1", parts.switching.waiting)
-        stepping = group.create_task(parts.trainer.step(0))
-        for version in range(1, steps + 1):
+        step = min(first + 1, steps)
+        parts.waits.begin(f"step {step}", parts.switching.waiting, step=step)
+        if first < steps:
+            stepping = group.create_task(parts.trainer.step(first))
+        for version in range(first + 1, steps + 1):
             report = await stepping
             parts.supply.advance(version)  # its puts go beside the export
-            publishing = group.create_task(self._publish(version))
+            publishing = group.create_task(self._publish(version, group))
+            saved_s = 0.0
+            if self._saving.due(version):
+                await publishing
+                saved_s = await self._saving.begin(version)
             if version < steps:
-                parts.waits.begin(f"step {version + 1}", parts.switching.waiting)
+                step = version + 1
+                parts.waits.begin(f"step {step}", parts.switching.waiting, step=step)
                 if self._overlaps_export:
                     await asyncio.sleep(0)  # the export is called before the step that may go on
                 else:
                     await publishing
                 stepping = group.create_task(parts.trainer.step(version))
-            await self._record(report, publishing)
-        self._totals.wall_s = time.perf_counter() - self._started
-        busy_s = await _busy_s(parts.replicas) - busy_before
-        self._totals.rollout_busy_s = busy_s / len(parts.replicas)
+            await self._record(report, publishing, saved_s)
+        await self._count_time()
 
-    async def _publish(self, version: int) -> tuple[PublishedWeights, float]:
+    async def _count_time(self) -> None:
+        """Bring what grows with the time up to now."""
+        replicas = self._parts.replicas
+        self._totals.wall_s = time.perf_counter() - self._started
+        busy_s, before = (await replicas.totals()).busy_s, self._busy_before
+        self._totals.rollout_busy_s += (busy_s - before) / replicas.count
+        self._busy_before = busy_s
+
+    async def _publish(
+        self, version: int, group: asyncio.TaskGroup
+    ) -> tuple[PublishedWeights, float]:
         """Bring a version on its way to the replicas; what was published, and the seconds."""
         start = time.perf_counter()
-        weights = await self._parts.trainer.publish(version, 0)
+        weights = await self._parts.trainer.publish(version, self._life)
         self._parts.switching.published(weights)
+        self._evaluations.begin(version, group)
         return weights, time.perf_counter() - start
 
     async def _record(
-        self, report: StepReport, publishing: asyncio.Task[tuple[PublishedWeights, float]]
+        self,
+        report: StepReport,
+        publishing: asyncio.Task[tuple[PublishedWeights, float]],
+        saved_s: float,
     ) -> None:
         parts, switching = self._parts, self._parts.switching
         now = time.perf_counter()
@@ -117,6 +159,7 @@ class Steps:
         if rewards.errors and not self._totals.reward_errors:
             _log.warning("a reward failed and counts 0: %s", rewards.last_error)
         weights, publish_s = await publishing
+        rollout = await parts.replicas.totals()
         record = {
             **self._totals.add(report, rewards),
             metrics.STEP_WALL_S: wall_s,
@@ -126,34 +169,21 @@ class Steps:
             metrics.WEIGHTS_COMMIT_S: switching.commit_s,
             metrics.WEIGHTS_FAILURES: float(switching.failures),
             metrics.WEIGHTS_COMPARED: float(switching.compared),
-            **await _switched_tokens(parts.replicas),
+            metrics.ROLLOUT_TOKENS_KEPT: float(rollout.tokens_kept),
+            metrics.ROLLOUT_TOKENS_LOST: float(rollout.tokens_lost),
+            metrics.ROLLOUT_TOKENS_DIED: float(self._totals.wasted["died"]),
+            metrics.RESTARTS: float(parts.restarts.total),
             metrics.WEIGHTS_BYTES: float(weights.manifest.nbytes),
+            metrics.CHECKPOINT_SAVE_S: saved_s,
+            **self._evaluations.news(),
         }
-        self._folder.append("metrics.jsonl", [{"version": report.version, **record}])
+        self._totals.last = record
+        at = {"version": report.version, "life": self._life}
+        self._folder.append("metrics.jsonl", [{**at, **record}])
+        if self._saving.due(report.version):
+            await self._count_time()
+            await self._saving.finish(report.version)
         steps = self._config.workflow.steps
         self._on_step(StepResult(report.version, steps, record))
 
-    async def _evaluate(self, epoch: int) -> None:
-        """Answer the held-out prompts with the weights that serve; nothing else is running."""
-        parts = self._parts
-        parts.waits.begin("the evaluation")
-        rows = await parts.supply.evaluate(epoch)
-        evaluation = self._config.evaluation
-        if not rows or evaluation is None:
-            self._totals.scores.append(None)
-            return
-        found = await parts.recorder.wait_evaluation(epoch, rows)
-        score = sum(value >= evaluation.success for value in found.values) / rows
-        self._totals.scores.append(score)
 
-
-async def _switched_tokens(replicas: Mapping[str, RolloutControl]) -> dict[str, float]:
-    stats = [await control.stats() for control in replicas.values()]
-    return {
-        metrics.ROLLOUT_TOKENS_KEPT: float(sum(found.tokens_kept for found in stats)),
-        metrics.ROLLOUT_TOKENS_LOST: float(sum(found.tokens_lost for found in stats)),
-    }
-
-
-async def _busy_s(replicas: Mapping[str, RolloutControl]) -> float:
-    return sum([(await control.stats()).busy_s for control in replicas.values()])

@@ -17,7 +17,7 @@ from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import AsyncFlowError, ConfigError, DataError, ServiceError
 from asyncflow_core.flow.admission import Admission
-from asyncflow_core.flow.assigned import TRAINING, Assigned, dropped_record, groups_record
+from asyncflow_core.flow.assigned import Assigned, dropped_record, groups_record
 from asyncflow_core.flow.cursor import PromptCursor, fingerprint
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
@@ -104,9 +104,11 @@ class Supply:
     async def bring_back(self, life: int) -> None:
         """Before `admit`, in a later life: find the prompts of batches that are not trained.
 
-        Groups that a store kept are put again, which changes nothing, under their own keys.
-        Held-out prompts get another source in each life: a store remembers the keys of old ones,
-        whose answers the run does not have any more.
+        Groups that a store kept are put again under their own keys, which changes nothing.
+
+        Args:
+            life: of the run, 0 for a store that knows nothing of the ones before. Another one
+                remembers keys, so held-out prompts get a source of their own in each life.
         """
         self._evaluation_source = EVALUATION + life
         dropped = await self._store.stats()
@@ -128,20 +130,30 @@ class Supply:
         self._dropped_in_a_row = 0
         self._wake.set()
 
-    async def evaluate(self, epoch: int) -> int:
-        """Put the held-out prompts, as evaluation `epoch`; returns how many rows."""
+    async def held_out(self) -> list[PromptRecord]:
+        """The held-out prompts; none without an evaluation."""
         evaluation = self._config.evaluation
         if evaluation is None:
-            return 0
-        records = await self._aside(
+            return []
+        return await self._aside(
             lambda: list(islice(self._prompts.evaluation(), evaluation.limit))
         )
-        source = self._evaluation_source
-        keys = [GroupKey(source, epoch, number) for number in range(len(records))]
-        await self._put(records, keys, evaluation.samples, None, "eval")
-        rows = len(records) * evaluation.samples
-        self.rows_evaluated += rows
-        return rows
+
+    async def evaluate(
+        self, version: int, records: Sequence[PromptRecord], samples: int, *, first: int = 0
+    ) -> None:
+        """Put held-out prompts outside batches, for the evaluation of a version.
+
+        Args:
+            version: it is the epoch of their keys.
+            records: some of the prompts.
+            samples: rows of each.
+            first: number of the first of them among all.
+        """
+        numbers = range(first, first + len(records))
+        keys = [GroupKey(self._evaluation_source, version, number) for number in numbers]
+        await self._put(self._columns(records), keys, samples, None, "eval")
+        self.rows_evaluated += len(records) * samples
 
     async def admit(self) -> None:
         """Put training groups as soon as they may start, until cancelled."""
@@ -160,9 +172,10 @@ class Supply:
         again = [waiting.popleft() for _ in range(min(groups, len(waiting)))]
         drawn = await self._aside(partial(self._cursor.draw, groups - len(again)))
         if drawn:
-            keys, (key, last) = [key for key, _ in drawn], drawn[-1]
+            prompts, key = self._columns([record for _, record in drawn]), drawn[-1][0]
+            last = fingerprint(prompts["prompt_ids"][-1])
             following = (key.epoch, key.sequence + 1)
-            await self._write(groups_record(batch, keys, following, fingerprint(last)))
+            await self._write(groups_record(batch, [k for k, _ in drawn], following, last))
         await self._put_training(batch, again)
         known = await self._put_training(batch, drawn)
         if known:
@@ -175,9 +188,12 @@ class Supply:
     async def _put_training(
         self, batch: int, found: Sequence[tuple[GroupKey, PromptRecord]]
     ) -> int:
+        """Put groups; how many the store knew."""
+        if not found:
+            return 0
         size = self._config.workflow.group_size
-        records, keys = [record for _, record in found], [key for key, _ in found]
-        known = await self._put(records, keys, size, batch, "train")
+        prompts = self._columns([record for _, record in found])
+        known = await self._put(prompts, [key for key, _ in found], size, batch, "train")
         self.rows_put += len(found) * size
         return known
 
@@ -207,22 +223,19 @@ class Supply:
 
     async def _put(
         self,
-        records: Sequence[PromptRecord],
+        prompts: Batch,
         keys: Sequence[GroupKey],
         samples: int,
         batch: int | None,
         partition: str,
     ) -> int:
         """Put groups; how many the store knew."""
-        if not records:
-            return 0
-        columns = self._columns(records)
-        longest = max(len(record.prompt_ids) for record in records)
+        longest = int(prompts["prompt_ids"].lengths.max())
         nbytes = row_bytes(longest, self._config.rollout.sampling.max_new_tokens)
         if partition == "train":
             await self._check_room(nbytes)
         result = await self._store.put(
-            Batch(columns),
+            prompts,
             keys=keys,
             samples=samples,
             batch=batch,
@@ -231,7 +244,7 @@ class Supply:
         )
         return result.known
 
-    def _columns(self, records: Sequence[PromptRecord]) -> dict[str, Column]:
+    def _columns(self, records: Sequence[PromptRecord]) -> Batch:
         try:
             columns = {"prompt_ids": Column.ragged([r.prompt_ids for r in records], np.int32)}
             for name in self._prompts.fields:
@@ -241,7 +254,7 @@ class Supply:
                 f"prompts plugin {self._config.prompts.plugin!r} yields a malformed PromptRecord: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return columns
+        return Batch(columns)
 
     async def _check_room(self, nbytes: int) -> None:
         """Refuse what would wait for ever: a batch that can never be whole in the store."""
@@ -257,7 +270,7 @@ class Supply:
             )
 
     async def watch_drops(self) -> None:
-        """Replace dropped groups, until cancelled; a dropped held-out prompt ends the run."""
+        """Replace dropped groups of training, until cancelled."""
         while True:
             stats = await self._store.stats(drops_after=self._drops_seen, wait_s=30.0)
             for dropped in stats.dropped_groups:
@@ -267,11 +280,8 @@ class Supply:
                 self._replace(dropped)
 
     def _replace(self, dropped: DroppedGroup) -> None:
-        if dropped.batch is None:
-            raise ServiceError(
-                f"held-out prompt {dropped.group.sequence} was dropped ({dropped.reason}), so the "
-                f"evaluation cannot be complete; take the prompt out or raise the engine's limits"
-            )
+        if dropped.batch is None:  # its evaluation counts it
+            return
         self._dropped_in_a_row += 1
         limit = 10 * self._config.workflow.groups_per_step
         if self._dropped_in_a_row > limit:

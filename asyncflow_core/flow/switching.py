@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from asyncflow_core.config import WeightSyncConfig
-from asyncflow_core.errors import AsyncFlowError, ServiceError
+from asyncflow_core.errors import AsyncFlowError, PeerLostError, ServiceError
 from asyncflow_core.flow.control import RolloutControl, TrainerControl
 from asyncflow_core.flow.weights import (
     Commit,
@@ -41,8 +41,10 @@ class Switching:
         mode: SwitchMode,
         group: asyncio.TaskGroup,
         config: WeightSyncConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take connected processes, the task group of the run, and its limits."""
+        """Take connected processes, the task group of the run, its limits, its time."""
+        self._clock = clock
         self._replicas = dict(replicas)
         self._trainer = trainer
         self._mode = mode
@@ -65,14 +67,14 @@ class Switching:
     def start(self) -> None:
         """Let all replicas join, and watch deadlines."""
         for name in self._replicas:
-            self._carry_out(self._protocol.join(name, time.monotonic()))
+            self._carry_out(self._protocol.join(name, self._clock()))
         self._group.create_task(self._watch())
 
     def published(self, weights: PublishedWeights) -> None:
         """A new version can be fetched."""
         manifest = weights.manifest
         found = self._protocol.published(
-            manifest.version, manifest.checksum, time.monotonic(), life=manifest.life
+            manifest.version, manifest.checksum, self._clock(), life=manifest.life
         )
         self._published[manifest.life, manifest.version] = weights
         self._settled.clear()
@@ -82,7 +84,7 @@ class Switching:
         """A replica came up again, with nothing confirmed: it catches up first."""
         self._replicas[replica] = control
         self._settled.clear()
-        self._carry_out(self._protocol.join(replica, time.monotonic()))
+        self._carry_out(self._protocol.join(replica, self._clock()))
 
     def left(self, replica: str) -> None:
         """A replica is gone; nobody waits for it any more."""
@@ -96,7 +98,7 @@ class Switching:
 
     def waiting(self) -> list[str]:
         """One line for each replica that is on its way to a version."""
-        return self._protocol.waiting(time.monotonic())
+        return self._protocol.waiting(self._clock())
 
     async def settled(self) -> None:
         """Wait until every replica serves the newest version."""
@@ -105,7 +107,7 @@ class Switching:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self._carry_out(self._protocol.tick(time.monotonic()))
+            self._carry_out(self._protocol.tick(self._clock()))
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -143,7 +145,7 @@ class Switching:
             _log.warning(
                 "%s holds other bytes than were published as version %d", replica, staged.version
             )
-        self._carry_out(self._protocol.staged(replica, call, staged.checksum, time.monotonic()))
+        self._carry_out(self._protocol.staged(replica, call, staged.checksum, self._clock()))
 
     async def _commit(self, replica: str, control: RolloutControl, version: int, call: int) -> None:
         start = time.perf_counter()
@@ -153,7 +155,7 @@ class Switching:
             self._failed(replica, call, error)
             return
         self.commit_s = time.perf_counter() - start
-        self._carry_out(self._protocol.committed(replica, call, time.monotonic()))
+        self._carry_out(self._protocol.committed(replica, call, self._clock()))
 
     async def _compare(
         self, replica: str, control: RolloutControl, published: PublishedWeights, call: int
@@ -164,11 +166,16 @@ class Switching:
             self._failed(replica, call, error)
             return
         self.compared += not difference
-        self._carry_out(self._protocol.compared(replica, call, difference, time.monotonic()))
+        self._carry_out(self._protocol.compared(replica, call, difference, self._clock()))
 
     def _failed(self, replica: str, call: int, error: AsyncFlowError) -> None:
+        if isinstance(error, PeerLostError) and error.service == replica:
+            # It is dead, or counts as stuck soon: `left` is called then, and what is under way
+            # ends; a deadline passes only if nobody finds it.
+            _log.warning("%s is gone while it takes weights: %s", replica, error)
+            return
         _log.warning("%s failed to take weights: %s", replica, error)
-        self._carry_out(self._protocol.failed(replica, call, str(error), time.monotonic()))
+        self._carry_out(self._protocol.failed(replica, call, str(error), self._clock()))
 
 
 async def _fail(replica: str, version: int, reason: str) -> None:

@@ -45,6 +45,7 @@ class TrainSettings:
         micro_batch_tokens: most tokens of one micro-batch of one rank.
         whole_batch: wait for the whole share of an update before computing any of it.
         lease_s: life of the trainer's leases.
+        lease_policy: which groups of a batch go first.
     """
 
     task: TaskSpec
@@ -56,6 +57,7 @@ class TrainSettings:
     micro_batch_tokens: int
     whole_batch: bool
     lease_s: float = 300.0
+    lease_policy: str = "fifo"
 
 
 @dataclass(slots=True)
@@ -115,6 +117,14 @@ class TrainWorker(TrainerControl):
     async def retire(self, version: int, life: int) -> None:
         """Give a version's memory back."""
         await self._ranks.retire(version, life)
+
+    async def save(self, path: str) -> None:
+        """Write a checkpoint; all ranks take part."""
+        await self._ranks.save(path)
+
+    async def load(self, path: str) -> None:
+        """Go on from a checkpoint, on all ranks."""
+        await self._ranks.load(path)
 
     async def save_model(self, path: str) -> bool:
         """Write the model, where the trainer can; all ranks take part."""
@@ -189,6 +199,9 @@ class TrainWorker(TrainerControl):
                 held.extend(more)
                 todo.extend(more)
                 continue
+            if self._settings.whole_batch:
+                # In the order of keys, whatever order they came in: sums of floats depend on it.
+                todo.sort(key=lambda row: row.info.key)
             tokens += await self._forward_backward(todo, means, tally, last=complete)
             todo = []
             if complete:
@@ -228,6 +241,7 @@ class TrainWorker(TrainerControl):
                     requester="trainer",
                     version=version,
                     limit_rows=groups * self._settings.group_size,
+                    policy=self._settings.lease_policy,
                     lease_s=self._settings.lease_s,
                     wait_s=_WAIT_S,
                 )

@@ -79,6 +79,11 @@ class Restarts:
         self.count: defaultdict[str, int] = defaultdict(int)
         """Restarts so far, by name."""
 
+    @property
+    def total(self) -> int:
+        """Restarts so far."""
+        return sum(self.count.values())
+
     def allowed(self, name: str, now: float) -> bool:
         """It died: whether it may be started again."""
         deaths = self._deaths[name]
@@ -96,5 +101,6 @@ class Restarts:
 
     def _counted(self, name: str, deaths: int) -> bool:
         allowed = deaths <= self.limit
-        self.count[name] += allowed
+        if allowed:
+            self.count[name] += 1
         return allowed

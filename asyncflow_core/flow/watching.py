@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +79,8 @@ class Watching:
         self._store = StoreStats()
         self._waits: list[str] = []
         self._said = False
+        self._writing = threading.Lock()
+        self._ended = False
 
     def workers(self, workers: Sequence[Worker]) -> None:
         """Watch these of the run's own process, too."""
@@ -161,9 +165,23 @@ class Watching:
             error=error,
         )
 
-    def end(self, state: str, error: str = "") -> None:
-        """Write the last picture."""
-        self._write(self.status(state, error))
+    @contextlib.contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """Write the last picture when the block ends, and how it ended."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._end("interrupted", "")
+            raise
+        except BaseException as error:
+            self._end("failed", f"{type(error).__name__}: {error}")
+            raise
+        self._end("finished", "")
+
+    def _end(self, state: str, error: str) -> None:
+        with self._writing:  # a write that was under way is over, and no further one begins
+            self._ended = True
+        self._replace(self.status(state, error))
 
     def _seen(self) -> list[WorkerStatus]:
         now, found = time.monotonic(), []
@@ -175,11 +193,11 @@ class Watching:
             if isinstance(control, RolloutControl):
                 task = "rollout"
             found.append(self._worker(name, task, at, work, engine, now))
-        for worker in self._workers:
-            found.append(
-                self._worker(worker.requester, worker.task.name, now, worker.stats(), None, now)
-            )
-        return found
+        here = (
+            self._worker(worker.requester, worker.task.name, now, worker.stats(), None, now)
+            for worker in self._workers
+        )
+        return [*found, *here]
 
     def _worker(
         self,
@@ -203,6 +221,11 @@ class Watching:
         )
 
     def _write(self, status: Status) -> None:
+        with self._writing:
+            if not self._ended:
+                self._replace(status)
+
+    def _replace(self, status: Status) -> None:
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         try:
             temporary.write_bytes(status.to_json())

@@ -1,21 +1,19 @@
-"""What workers do with leased rows: generate, run a stage, or hand rows to an observer."""
+"""What workers do with leased rows: generate, or hand them to an observer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from typing import Any
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
-import numpy as np
-
-from asyncflow_core.batch import Batch, Column, Key
-from asyncflow_core.errors import AsyncFlowError, DataError, InvariantError, ServiceError
+from asyncflow_core.batch import Batch, Key
+from asyncflow_core.errors import (
+    DataError,
+    InvariantError,
+)
 from asyncflow_core.flow.worker import Part, Work
-from asyncflow_core.parts import Stage, StageContract
-from asyncflow_core.schema import CANONICAL
 from asyncflow_core.services.data_store import Lease, RowInfo
 from asyncflow_core.services.rollout import (
     Completion,
@@ -30,9 +28,9 @@ __all__ = [
     "observer_work",
     "rollout_work",
     "sampling_seed",
-    "stage_work",
-    "to_columns",
 ]
+
+_log = logging.getLogger(__name__)
 
 ROLLOUT_WRITES = (
     "response_ids",
@@ -54,11 +52,17 @@ def sampling_seed(run_seed: int, key: Key) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def rollout_work(service: Rollout, sampling: SamplingParams, seed: int) -> Work:
+def rollout_work(
+    service: Rollout,
+    sampling: SamplingParams,
+    seed: int,
+    finished: Callable[[int], None] = lambda tokens: None,
+) -> Work:
     """Generate the leased prompts; what ended is committed together, at once.
 
     A prompt that the engine refuses is dropped with its reason; it would be refused again. Each
-    request has one answer: an engine that gives fewer, more or others ends the work.
+    request has one answer: an engine that gives fewer, more or others ends the work. `finished` is
+    told how many tokens ended with their response.
     """
 
     async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
@@ -71,6 +75,7 @@ def rollout_work(service: Rollout, sampling: SamplingParams, seed: int) -> Work:
             async for ended in lists:
                 for part in _parts(ended, rows, sampling):
                     yield part
+                finished(sum(len(c.response_ids) for c in ended if isinstance(c, Completion)))
         if rows:
             raise InvariantError(
                 f"the rollout left {len(rows)} of {len(requests)} requests without a completion, "
@@ -194,29 +199,6 @@ async def _generate(
                 group.create_task(_generate(service, [request], ready))
 
 
-def stage_work(stage: Stage, contract: StageContract, name: str, executor: Executor) -> Work:
-    """Run a stage on a worker thread; its faults name it, its columns are brought to the schema."""
-
-    def call(batch: Batch) -> Batch:
-        # Caught here, on the thread: a StopIteration would never reach the event loop, and
-        # sys.exit() in a verifier would end it. Ctrl-C comes to the main thread only.
-        try:
-            columns = stage(batch)
-        except AsyncFlowError:
-            raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise ServiceError(
-                f"stage {name!r} failed: {type(error).__name__}: {error}", service=name
-            ) from error
-        return to_columns(columns, contract.writes, batch.rows, name)
-
-    async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
-        loop = asyncio.get_running_loop()
-        yield Part(lease.rows, await loop.run_in_executor(executor, call, batch))
-
-    return work
-
-
 def observer_work(observe: Callable[[Sequence[RowInfo], Batch], Awaitable[None]]) -> Work:
     """Hand rows to a coroutine function and acknowledge them."""
 
@@ -225,39 +207,3 @@ def observer_work(observe: Callable[[Sequence[RowInfo], Batch], Awaitable[None]]
         yield Part(lease.rows)
 
     return work
-
-
-def to_columns(columns: Any, writes: Sequence[str], rows: int, stage: str) -> Batch:
-    """What a stage returned, as columns.
-
-    Raises:
-        DataError: not a mapping of exactly `writes`, values that are no column of the schema, or
-            another number of rows.
-    """
-    if not isinstance(columns, Mapping) or set(columns) != set(writes):
-        got = sorted(columns) if isinstance(columns, Mapping) else type(columns).__name__
-        raise DataError(f"stage {stage!r} must return the columns {sorted(writes)}, got {got}")
-    made: dict[str, Column] = {}
-    for name, value in columns.items():
-        try:
-            column = made[name] = _to_column(name, value)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"stage {stage!r}, column {name!r}: {error}") from error
-        if len(column) != rows:
-            raise DataError(
-                f"stage {stage!r} returned {len(column)} rows in column {name!r} for {rows} rows"
-            )
-    return Batch(made, rows=rows)
-
-
-def _to_column(name: str, value: Any) -> Column:
-    if isinstance(value, Column):
-        return value
-    spec = CANONICAL.get(name)
-    if spec is not None and spec.kind == "ragged":
-        return Column.ragged(value, np.dtype(spec.dtype))
-    if spec is not None and spec.kind == "dense":
-        return Column.dense(value, np.dtype(spec.dtype))
-    if isinstance(value, np.ndarray) and value.ndim and not value.dtype.hasobject:
-        return Column.dense(value)
-    return Column.objects(value)

@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 _WAIT_S = 5.0
 """Seconds one lease call waits inside the store; it bounds nothing, the loop asks again."""
 
+_GIVE_BACK_S = 2.0
+"""Seconds a worker that ends takes to give its rows back."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -111,6 +114,7 @@ class Worker:
         requester: str,
         rows_in_flight: int,
         rows_per_lease: int | None = None,
+        policy: str = "fifo",
         lease_s: float = 60.0,
         version: Callable[[], int] | None = None,
     ) -> None:
@@ -123,6 +127,7 @@ class Worker:
             requester: name in the wait-for graph.
             rows_in_flight: most rows held at a time.
             rows_per_lease: most rows of one call of `work`; default: all there is room for.
+            policy: which rows go first, one of the store's lease policies.
             lease_s: life of a lease; it is renewed while the work goes on.
             version: the version served now, for a task whose order needs one.
         """
@@ -132,6 +137,7 @@ class Worker:
         self._requester = requester
         self._rows_in_flight = rows_in_flight
         self._rows_per_lease = rows_per_lease or rows_in_flight
+        self._policy = policy
         self._lease_s = lease_s
         self._version = version
         self._keeper = LeaseKeeper(store, lease_s)
@@ -169,13 +175,19 @@ class Worker:
         self._registration = await self._store.register(self._task)
 
     async def run(self) -> None:
-        """Pull and work until cancelled; the first failure of the work ends it."""
+        """Pull and work until cancelled; the first failure of the work ends it.
+
+        However it ends, what it held goes to others at once; it may be run again.
+        """
         if self._registration is None:
             await self.register()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keeper.run())
                 group.create_task(self._pull(group))
+        except asyncio.CancelledError:
+            await self._give_all_back()
+            raise
         except BaseExceptionGroup as failures:
             await self._give_all_back()
             failure = first_failure(failures)
@@ -201,6 +213,7 @@ class Worker:
                 requester=self._requester,
                 version=self._version() if self._version else None,
                 limit_rows=min(self._rows_per_lease, self._rows_in_flight - self._held),
+                policy=self._policy,
                 lease_s=self._lease_s,
                 wait_s=_WAIT_S,
             )
@@ -225,13 +238,20 @@ class Worker:
         self._calls.discard(call)
 
     async def _give_all_back(self) -> None:
-        """This worker failed: others may go on with its rows before its leases run out."""
+        """This worker ended: others may go on with its rows before its leases run out."""
         for call in self._calls:
             if not call.cancelled() and call.exception() is None and (lease := call.result()):
                 self._left[lease.lease_id] = lease, {info.row: info for info in lease.rows}
-        with contextlib.suppress(AsyncFlowError):
-            for lease, left in self._left.values():
-                await self._store.release(lease.ref(tuple(left.values())))
+        # A store that is gone or stuck gives rows back by itself, later.
+        with contextlib.suppress(AsyncFlowError, TimeoutError):
+            async with asyncio.timeout(_GIVE_BACK_S):
+                for lease, left in self._left.values():
+                    await self._store.release(lease.ref(tuple(left.values())))
+        for lease_id in self._left:
+            self._keeper.let_go(lease_id)
+        self._left.clear()
+        self._calls.clear()
+        self._hold(-self._held)
 
     async def _handle(self, lease: Lease) -> None:
         _, left = self._left[lease.lease_id]

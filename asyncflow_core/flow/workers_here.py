@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 
+from asyncflow_core.errors import ServiceError
 from asyncflow_core.flow.plan import Plan
 from asyncflow_core.flow.record import Recorder
 from asyncflow_core.flow.specs import in_processes
+from asyncflow_core.flow.stage_work import stage_work
 from asyncflow_core.flow.stages import make_stage
 from asyncflow_core.flow.threads import DaemonThread
-from asyncflow_core.flow.work import observer_work, stage_work
+from asyncflow_core.flow.watchdog import Clock, Restarts
+from asyncflow_core.flow.work import observer_work
 from asyncflow_core.flow.worker import Worker
 from asyncflow_core.parts import PartContext, StageContract, Tokenizer
 from asyncflow_core.services.data_store import DataStore
 
-__all__ = ["workers_here"]
+__all__ = ["keep", "workers_here"]
+
+_log = logging.getLogger(__name__)
 
 _RECORD_ROWS = 512
 
@@ -51,6 +57,21 @@ def workers_here(
     return workers
 
 
+async def keep(worker: Worker, restarts: Restarts, clock: Clock) -> None:
+    """Run a worker; one whose stage failed works again, as often as a process may come back."""
+    while True:
+        try:
+            await worker.run()
+        except ServiceError as error:
+            # Its subclasses tell of more than a call that failed: a thread that is stuck, a store
+            # that is gone.
+            if type(error) is not ServiceError or error.service != worker.requester:
+                raise
+            if not restarts.allowed(worker.requester, clock.now()):
+                raise
+            _log.warning("%s; its rows are worked on again", error)
+
+
 def _stage_worker(
     plan: Plan, store: DataStore, name: str, context: PartContext, executor: Executor
 ) -> Worker:
@@ -66,8 +87,9 @@ def _stage_worker(
     return Worker(
         store,
         task,
-        stage_work(made, contract, context.name, executor),
+        stage_work(made, contract, context.name, executor, timeout_s=stage.timeout_s),
         requester=context.name,
         rows_in_flight=2 * stage.rows,
         rows_per_lease=stage.rows,
+        policy=stage.lease_policy,
     )

@@ -5,6 +5,8 @@ Shells (`reference.InProcessDataStore`, the sharded store) hold payload, wait an
 
 from __future__ import annotations
 
+from asyncflow_core.ledger.blocks import Block
+from asyncflow_core.ledger.masks import positions_in, runs_in, span
 from asyncflow_core.ledger.policies import (
     Candidate,
     Fifo,
@@ -12,23 +14,26 @@ from asyncflow_core.ledger.policies import (
     StalestFirst,
     TokenBalanced,
 )
-from asyncflow_core.ledger.rows import Admission, Group, locate, row_number, samples_in
+from asyncflow_core.ledger.rows import Admission, locate, row_number, runs_of
 from asyncflow_core.ledger.store import Claim, Effects, Grant, Intake, Ledger
 
 __all__ = [
     "Admission",
+    "Block",
     "Candidate",
     "Claim",
     "Effects",
     "Fifo",
     "Grant",
-    "Group",
     "Intake",
     "LeasePolicy",
     "Ledger",
     "StalestFirst",
     "TokenBalanced",
     "locate",
+    "positions_in",
     "row_number",
-    "samples_in",
+    "runs_in",
+    "runs_of",
+    "span",
 ]

@@ -1,19 +1,24 @@
-"""The ledger's state and every change of a group; `store.py` has what shells call.
+"""The ledger's state and every change of a block; `store.py` has what shells call.
 
 A change (a column written, a row back, dropped or freed) ends in `Task.settle` for each task that
-sees the group; nothing else touches the queues.
+sees the block; nothing else touches the queues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncflow_core.batch import GroupKey
 from asyncflow_core.errors import ConfigError, DataError
+from asyncflow_core.ledger.blocks import BLOCK_ROWS, Block, View
 from asyncflow_core.ledger.credit import Credit
 from asyncflow_core.ledger.drops import DropLog
-from asyncflow_core.ledger.keys import KnownKeys
+from asyncflow_core.ledger.keys import KeyIndex, KnownKeys
 from asyncflow_core.ledger.leases import LeaseBook, LeaseRecord
+from asyncflow_core.ledger.masks import runs_in, span
 from asyncflow_core.ledger.outcomes import Effects
 from asyncflow_core.ledger.policies import (
     Budget,
@@ -24,7 +29,7 @@ from asyncflow_core.ledger.policies import (
     TokenBalanced,
 )
 from asyncflow_core.ledger.registry import TaskTable
-from asyncflow_core.ledger.rows import Admission, Group, View, row_number, samples_in
+from asyncflow_core.ledger.rows import Admission
 from asyncflow_core.ledger.tasks import Task
 
 __all__ = ["Changes", "Intake"]
@@ -69,148 +74,147 @@ class Changes:
         self._tasks = TaskTable(max_staleness)
         self._leases = LeaseBook(remember_rows=remember_rows, first=first_lease)
         self._known = KnownKeys()
-        self._groups: dict[int, Group] = {}
-        self._by_key: dict[GroupKey, Group] = {}
-        self._last_group = 0
+        self._blocks: dict[int, Block] = {}
+        self._index = KeyIndex()
+        self._last_block = 0
         self._rows_put = 0
         self._rows_freed = 0
+        self._living: dict[str, int] = {}
         # Readers that keep up miss nothing: a store cannot drop more groups than it holds rows.
         self._drops = DropLog(length=max(1024, capacity_rows))
         self._effects = Effects()
 
-    def _add(self, group: Group) -> None:
-        """Take a new group, whose views are in line with the queues."""
-        self._known.add(group.key)
-        self._groups[group.number] = self._by_key[group.key] = group
-        self._credit.take(group.admission, group.alive.bit_count())
-        self._rows_put += group.alive.bit_count()
+    def _add(self, block: Block) -> None:
+        """Take a block, whose views are in line with the queues."""
+        self._blocks[block.number] = block
+        self._index.add(block)
+        self._count(block.admission, block.alive.bit_count())
+        self._rows_put += block.alive.bit_count()
 
-    def _settle(self, group: Group, *, front: View | None = None) -> None:
-        for view in group.views:
-            if view.task.settle(group, view, front=view is front):
+    def _count(self, admission: Admission, rows: int) -> None:
+        """Rows live from now on, or, negative, live no more."""
+        self._credit.take(admission, rows)
+        self._living[admission.partition] = self._living.get(admission.partition, 0) + rows
+
+    def _settle(self, block: Block, *, front: View | None = None) -> None:
+        for view in block.views:
+            if view.task.settle(block, view, front=view is front):
                 self._effects.ready.add(view.task.spec.name)
 
     def _pick(
         self, task: Task, version: int | None, policy: LeasePolicy, budget: Budget, requester: str
-    ) -> list[tuple[Group, View, int]]:
-        """Take rows from the queue into `View.leased` until the budget is full."""
-        picks = []
+    ) -> list[tuple[Block, View, int]]:
+        """Take rows out of the queue until the budget is full; they are not yet leased."""
+        picks: list[tuple[Block, View, int]] = []
         whole = task.spec.whole_groups
-        fifo = isinstance(policy, Fifo)  # it sees no window: take as many as may be needed
-        while not budget.full:
-            groups = task.queue.pop(version, budget.window if fifo else policy.window)
-            if not groups:
-                break
-            window = [Candidate(group, group.view(task)) for group in groups]
-            left = []
-            for candidate in policy.order(window, requester=requester, holders=task.holders):
-                mask = budget.take(candidate, whole=whole)
-                view = candidate.view
+        if isinstance(policy, Fifo):  # it sees no window: rows go as they come
+            while not budget.full and (block := task.queue.first(version)) is not None:
+                view = block.view(task)
+                mask = budget.take(block, view.offered, whole=whole)
                 if mask:
-                    view.leased |= mask
-                    picks.append((candidate.group, view, mask))
-                if mask == view.offered:
-                    task.take_all(view)
-                else:
-                    left.append(candidate.group.number)
-            for candidate in reversed(window) if left else ():  # what was not taken keeps its place
-                if candidate.group.number in left:
-                    task.settle(candidate.group, candidate.view, front=True)
+                    task.take(block, view, mask)
+                    picks.append((block, view, mask))
+            return picks
+        while not budget.full and (window := self._window(task, version, policy.window)):
+            for one in policy.order(window, requester=requester, holders=task.holders):
+                mask = budget.take(one.block, one.mask, whole=whole)
+                if mask:
+                    task.take(one.block, one.view, mask)
+                    picks.append((one.block, one.view, mask))
+            for one in reversed(window):  # what was not taken keeps its place
+                if one.view.offered:
+                    task.queue.push(one.block, front=True)
         return picks
 
-    def _unhold(self, lease: LeaseRecord, number: int, mask: int) -> tuple[Group, View]:
+    def _window(self, task: Task, version: int | None, most: int) -> list[Candidate]:
+        """The first groups of a queue, whose blocks are out of it from now on."""
+        window: list[Candidate] = []
+        while len(window) < most and (block := task.queue.first(version)) is not None:
+            task.queue.discard(block)
+            view = block.view(task)
+            masks = itertools.islice(block.groups_in(view.offered), most - len(window))
+            window += [Candidate(block, view, mask) for mask in masks]
+        return window
+
+    def _unhold(self, lease: LeaseRecord, number: int, mask: int) -> tuple[Block, View]:
         """The lease no longer holds these rows; it ends with its last one."""
-        part, group = lease.parts[number], self._groups[number]
-        view = group.view(lease.task)
+        part, block = lease.parts[number], self._blocks[number]
+        view = block.view(lease.task)
         part.held &= ~mask
-        view.leased &= ~mask
-        if not part.held:
-            others = view.leases
-            view.leases = () if len(others) == 1 else tuple(o for o in others if o is not lease)
-        lease.task.hold(lease.requester, -mask.bit_count())
-        lease.held -= mask.bit_count()
+        view.let_go(lease, mask, last=not part.held)
+        count = mask.bit_count()
+        lease.task.hold(lease.requester, -count)
+        lease.held -= count
         if not lease.held:
             self._leases.end(lease)
-        return group, view
+        return block, view
 
     def _give_back(self, lease: LeaseRecord, masks: Mapping[int, int]) -> None:
         for number, part in reversed(lease.parts.items()):  # so that the first comes out first
             mask = part.held & masks.get(number, 0)
             if mask:
-                group, view = self._unhold(lease, number, mask)
-                self._settle(group, front=view)
+                block, view = self._unhold(lease, number, mask)
+                self._settle(block, front=view)
 
     def _lose(self, lease: LeaseRecord) -> None:
         lease.lost = True
         self._give_back(lease, {number: part.held for number, part in lease.parts.items()})
 
-    def _commit_rows(
+    def _learn(
         self,
-        lease: LeaseRecord,
-        number: int,
-        mask: int,
-        tokens: Mapping[int, int],
-        oldest: Mapping[int, int | None],
+        runs: Sequence[tuple[int, int, int]],
+        masks: Mapping[int, int],
+        tokens: Sequence[int],
+        oldest: Sequence[int],
     ) -> None:
-        lease.parts[number].committed |= mask
-        group, view = self._unhold(lease, number, mask)
-        self._complete(group, view, mask, tokens, oldest)
+        """Take what columns add of those rows of some runs that are in `masks` by block."""
+        position = 0
+        for number, first, last in runs:
+            mask = masks.get(number, 0) & span(first, last)
+            for start, end in runs_in(mask):
+                here = slice(position + start - first, position + end - first)
+                self._blocks[number].learn(start, tokens[here], oldest[here])
+            position += last - first
 
-    def _complete(
-        self,
-        group: Group,
-        view: View,
-        mask: int,
-        tokens: Mapping[int, int],
-        oldest: Mapping[int, int | None],
-    ) -> None:
+    def _complete(self, block: Block, view: View, mask: int) -> None:
         """Rows are done for a task: its columns are there, and what nobody needs is freed."""
         task = view.task
         view.done |= mask
         task.committed += mask.bit_count()
         for column in task.writes:
-            group.has[column] |= mask
-        if tokens or oldest:
-            for sample in samples_in(mask):
-                row = row_number(group.number, sample)
-                group.facts[sample] += tokens.get(row, 0)
-                version = oldest.get(row)
-                if version is not None:
-                    group.facts[sample - group.admission.samples] = version
-        self._free_done(group)
-        if group.alive:  # else every task is done with it
-            self._settle(group)
+            block.has[column] |= mask
+        self._free_done(block)
+        if block.alive:  # else every task is done with it
+            self._settle(block)
 
-    def _drop_rows(self, group: Group, mask: int, reason: str) -> None:
-        for view in group.views:
-            for lease in view.leases:
-                part = lease.parts[group.number]
+    def _drop_rows(self, block: Block, mask: int, reason: str) -> None:
+        for view in block.views:
+            for lease in list((view.leases or {}).values()):
+                part = lease.parts[block.number]
                 gone = part.held & mask
                 if gone:
                     part.dropped |= gone
-                    self._unhold(lease, group.number, gone)
+                    self._unhold(lease, block.number, gone)
         self._drops.add_rows(mask.bit_count(), reason)
-        self._free(group, mask)
-        self._settle(group)
-        if not group.alive and not group.completed:
-            self._drops.add_group(group, reason)
-            self._effects.groups_dropped = True
+        self._free(block, mask)
+        self._settle(block)
 
-    def _free_done(self, group: Group) -> None:
-        done = group.done_by_all()
+    def _free_done(self, block: Block) -> None:
+        done = block.done_by_all()
         if done:
-            group.completed = True
-            self._free(group, done)
+            block.completed |= done
+            self._free(block, done)
 
-    def _free(self, group: Group, mask: int) -> None:
+    def _free(self, block: Block, mask: int) -> None:
         """Take rows out of the store and give their credit back."""
-        group.alive &= ~mask
+        block.alive &= ~mask
         count = mask.bit_count()
         self._rows_freed += count
-        self._credit.take(group.admission, -count)
-        self._effects.gone.append((group, mask))
-        if not group.alive:
-            del self._groups[group.number], self._by_key[group.key]
+        self._count(block.admission, -count)
+        self._effects.gone.append((block, mask))
+        if not block.alive:
+            del self._blocks[block.number]
+            self._index.remove(block)
 
 
 class Intake:
@@ -220,33 +224,47 @@ class Intake:
         """Of a checked admission; made by `Ledger.intake`."""
         self._ledger = ledger
         self._admission = admission
-        self._has = ledger._tasks.presence(admission)
-        self._full = (1 << admission.samples) - 1
+        self._given = ledger._tasks.given(admission)
         self._views = [
-            (task, all(self._has[column] for column in task.reads))
+            (task, all(self._given[column] for column in task.reads))
             for task in ledger._tasks.seeing(admission.partition)
         ]
         ledger._effects.ready.update(task.spec.name for task, ready in self._views if ready)
+        self.most = max(1, BLOCK_ROWS // admission.samples)
 
-    def put(self, key: GroupKey, *, tokens: int, oldest: int | None, place: int) -> int:
-        """Store a group that is not known and fits; its number."""
+    def put(
+        self, key: GroupKey, tokens: Sequence[int], oldest: Sequence[int], place: Any = None
+    ) -> Block:
+        """Store groups that are not known and fit, with sequences from a key's on.
+
+        Args:
+            key: of the first group; the others have the sequences after it.
+            tokens: of each row, by the group; as many as there are groups, at most `most`.
+            oldest: version of each group's responses, -1 where there is none.
+            place: of their payload, as the shell counts.
+        """
         if min(key) < 0:
             raise DataError(f"group key {tuple(key)} has a negative part; count from 0")
-        ledger = self._ledger
-        ledger._last_group += 1
+        ledger, admission = self._ledger, self._admission
+        samples = admission.samples
+        facts = array("i", tokens) + array("i", oldest)
+        if samples > 1:
+            facts = array("i", [fact for fact in facts for _ in range(samples)])
+        full = (1 << (len(facts) >> 1)) - 1
+        ledger._last_block += 1
         views = tuple([View(task) for task, _ in self._views])
-        group = Group(
-            ledger._last_group,
-            key,
-            self._admission,
-            tokens=tokens,
-            oldest=oldest,
-            has=self._has.copy(),
+        block = Block(
+            ledger._last_block,
+            ledger._known.add(key, len(tokens)),
+            key.sequence,
+            admission,
+            facts=facts,
+            has=[full if given else 0 for given in self._given],
             views=views,
         )
-        group.place = place
-        ledger._add(group)
+        block.place = place
+        ledger._add(block)
         for view, (task, ready) in zip(views, self._views, strict=True):
             if ready:
-                task.offer_new(group, view, self._full)
-        return group.number
+                task.offer_new(block, view)
+        return block

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from asyncflow_core.batch import GroupKey
-from asyncflow_core.ledger.rows import Group
+from asyncflow_core.ledger.rows import Admission
 from asyncflow_core.services.data_store import DroppedGroup
 
 __all__ = ["DropLog"]
@@ -31,12 +31,11 @@ class DropLog:
         cause = reason.partition(": ")[0]
         self.rows[cause] = self.rows.get(cause, 0) + count
 
-    def add_group(self, group: Group, reason: str) -> None:
+    def add_group(self, key: GroupKey, admission: Admission, reason: str) -> None:
         """Log a group of which no row is left."""
         self.last_serial += 1
-        admission = group.admission
         self._groups.append(
-            DroppedGroup(self.last_serial, group.key, admission.batch, admission.partition, reason)
+            DroppedGroup(self.last_serial, key, admission.batch, admission.partition, reason)
         )
 
     def dump(self) -> tuple[dict[str, int], list[tuple[object, ...]]]:

@@ -14,7 +14,7 @@ __all__ = ["LeaseBook", "LeaseRecord", "Part"]
 
 
 class Part:
-    """The rows of one group in a lease, as masks. Rows in none of them were given back."""
+    """The rows of one block in a lease, as masks. Rows in none of them were given back."""
 
     __slots__ = ("committed", "dropped", "held")
 
@@ -36,7 +36,7 @@ class LeaseRecord:
         rows: rows handed out.
         held: rows not yet committed, dropped or given back.
         lost: it ended by expiry or with its task, not by its holder's acts.
-        parts: group number to rows, in the order of the hand-out.
+        parts: block number to rows, in the order of the hand-out.
     """
 
     __slots__ = ("expires", "held", "lease_id", "lost", "parts", "requester", "rows", "task")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncflow_core.ledger.rows import Group, row_number, samples_in
+from asyncflow_core.ledger.blocks import Block
+from asyncflow_core.ledger.masks import positions_in
+from asyncflow_core.ledger.rows import row_number
 from asyncflow_core.services.data_store import TaskSpec
 
 __all__ = ["Claim", "Effects", "Grant"]
@@ -17,19 +20,20 @@ class Effects:
 
     Attributes:
         ready: tasks whose queue got rows, or that ended: whoever waits for them tries again.
-        gone: groups with the rows of theirs that are gone; their payload and credit are free.
+        gone: blocks with the rows of theirs that are gone; their payload and credit are free. A
+            block may be there several times, a row once.
         groups_dropped: the log of dropped groups grew.
     """
 
     ready: set[str] = field(default_factory=set)
-    gone: list[tuple[Group, int]] = field(default_factory=list)
+    gone: list[tuple[Block, int]] = field(default_factory=list)
     groups_dropped: bool = False
 
     @property
     def freed(self) -> list[int]:
         """The rows of `gone` by number."""
         return [
-            row_number(g.number, sample) for g, mask in self.gone for sample in samples_in(mask)
+            row_number(block.number, row) for block, mask in self.gone for row in positions_in(mask)
         ]
 
 
@@ -43,7 +47,7 @@ class Claim(NamedTuple):
     """
 
     task: TaskSpec
-    held: tuple[int, ...]
+    held: Sequence[int]
 
 
 class Grant(NamedTuple):
@@ -52,9 +56,9 @@ class Grant(NamedTuple):
     Attributes:
         lease_id: of the new lease; its fence too.
         task: whose it is.
-        picks: groups with the rows handed out, in order.
+        picks: blocks with rows handed out, in order; a block may be there several times.
     """
 
     lease_id: int
     task: TaskSpec
-    picks: list[tuple[Group, int]]
+    picks: list[tuple[Block, int]]

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from asyncflow_core.batch import GroupKey
-from asyncflow_core.ledger.rows import Group, View, samples_in
+from asyncflow_core.ledger.blocks import Block, View
+from asyncflow_core.ledger.masks import bits_in, lowest
 
 __all__ = ["Budget", "Candidate", "Fifo", "LeasePolicy", "StalestFirst", "TokenBalanced"]
 
@@ -19,18 +20,18 @@ __all__ = ["Budget", "Candidate", "Fifo", "LeasePolicy", "StalestFirst", "TokenB
 class Candidate:
     """The ready rows of one group."""
 
-    __slots__ = ("group", "mask", "view")
+    __slots__ = ("block", "mask", "view")
 
-    def __init__(self, group: Group, view: View) -> None:
-        """The rows of `group` that a task, by its view, is offered."""
-        self.group = group
+    def __init__(self, block: Block, view: View, mask: int) -> None:
+        """The rows of a group that a task, by its view of the block, is offered."""
+        self.block = block
         self.view = view
-        self.mask = view.offered
+        self.mask = mask
 
     @property
     def key(self) -> GroupKey:
         """The prompt group."""
-        return self.group.key
+        return self.block.group_at(self.mask.bit_length() - 1)
 
     @property
     def rows(self) -> int:
@@ -40,12 +41,12 @@ class Candidate:
     @property
     def tokens(self) -> int:
         """Their tokens together."""
-        return self.group.tokens_in(self.mask)
+        return self.block.tokens_in(self.mask)
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest version among them; None when none has a response."""
-        return self.group.oldest_in(self.mask)
+        return self.block.oldest_in(self.mask)
 
 
 class LeasePolicy(Protocol):
@@ -128,24 +129,26 @@ class Budget:
         self._started = False
         self.full = False
 
-    @property
-    def window(self) -> int:
-        """Groups worth looking at next: no more than may fit, nor too many to put back."""
-        return 16 if self._rows == math.inf else max(1, min(64, int(self._rows)))
-
-    def take(self, candidate: Candidate, *, whole: bool) -> int:
-        """The rows of a candidate that still fit; all or none of them when `whole`."""
-        group, mask = candidate.group, candidate.mask
-        if self.full:
-            return 0
-        if whole:
-            return mask if self._spend(candidate.rows, candidate.tokens) else 0
+    def take(self, block: Block, mask: int, *, whole: bool) -> int:
+        """The first of some rows that still fit; by the group when `whole`."""
+        whole = whole and block.admission.samples > 1
+        endless = self._tokens == math.inf
+        if endless and not whole and not self.full:
+            return self._take_rows(mask)
         taken = 0
-        for sample in samples_in(mask):
-            if not self._spend(1, group.facts[sample]):
+        for part in block.groups_in(mask) if whole else bits_in(mask):
+            tokens = 0 if endless else block.tokens_in(part)
+            if self.full or not self._spend(part.bit_count(), tokens):
                 break
-            taken |= 1 << sample
+            taken |= part
         return taken
+
+    def _take_rows(self, mask: int) -> int:
+        """As many rows as there may be."""
+        if self._rows < mask.bit_count():
+            mask = lowest(mask, int(self._rows))
+        self._spend(mask.bit_count(), 0)
+        return mask
 
     def _spend(self, rows: int, tokens: int) -> bool:
         if self._started and (rows > self._rows or tokens > self._tokens):

@@ -1,22 +1,22 @@
-"""The ready queue of one task: groups with rows to hand out, in the task's order."""
+"""The ready queue of one task: blocks with rows to hand out, in the task's order."""
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
 
-from asyncflow_core.ledger.rows import Group
+from asyncflow_core.ledger.blocks import Block
 from asyncflow_core.services.data_store import Order
 
 __all__ = ["ReadyQueue"]
 
 # An OrderedDict, for a linked list with an index: O(1) at both ends and for removal in the middle.
 # (A plain dict finds its first entry only by passing all that were removed before it.)
-_Bucket = OrderedDict[int, Group]
+_Bucket = OrderedDict[int, Block]
 
 
 class ReadyQueue:
-    """Groups, each at most once; every operation costs O(1), O(log batches) for ADMITTED.
+    """Blocks, each at most once; every operation costs O(1), O(log batches) for ADMITTED.
 
     `ANY` tasks have a single bucket, the others one a batch. For `ADMITTED`, a heap holds exactly
     the batches that have a bucket: an emptied bucket stays until it reaches the top, so a batch is
@@ -34,7 +34,7 @@ class ReadyQueue:
     def __init__(self, order: Order, max_staleness: int, batch_groups: int = 0) -> None:
         """An empty queue."""
         self._batch_groups = batch_groups
-        self._closed: dict[int, _Bucket] = {}
+        self._closed: dict[int, OrderedDict[int, tuple[Block, int]]] = {}
         self._opened: set[int] = set()
         self._order = order
         self._max_staleness = max_staleness
@@ -42,51 +42,50 @@ class ReadyQueue:
         self._heap: list[int] = []
         self._batches = order is not Order.ANY
 
-    def push(self, group: Group, *, front: bool = False) -> None:
-        """Add a group at the end of its batch (or keep its place); `front` puts it first."""
-        batch = group.batch
+    def push(self, block: Block, *, groups: int = 0, front: bool = False) -> None:
+        """Add a block at the end of its batch (or keep its place); `front` puts it first.
+
+        With `batch_groups` there are `groups` whole groups in it.
+        """
+        batch = block.batch
         if self._batch_groups and batch is not None and batch not in self._opened:
             closed = self._closed.setdefault(batch, OrderedDict())
-            closed[group.number] = group
-            if len(closed) >= self._batch_groups:
+            closed[block.number] = block, groups
+            if sum(count for _, count in closed.values()) >= self._batch_groups:
                 self.open(batch)
             return
-        bucket = self._bucket(group)
-        bucket[group.number] = group
+        bucket = self._bucket(block)
+        bucket[block.number] = block
         if front:
-            bucket.move_to_end(group.number, last=False)
+            bucket.move_to_end(block.number, last=False)
 
     def open(self, batch: int | None) -> None:
         """From now on groups of this batch are handed out."""
         if batch is not None and batch not in self._opened:
             self._opened.add(batch)
-            for group in self._closed.pop(batch, OrderedDict()).values():
-                self.push(group)
+            for block, _ in self._closed.pop(batch, OrderedDict()).values():
+                self.push(block)
 
-    def discard(self, group: Group) -> None:
-        """Take a group out, if it is there."""
-        if self._closed and group.batch in self._closed:
-            self._closed[group.batch].pop(group.number, None)
+    def discard(self, block: Block) -> None:
+        """Take a block out, if it is there."""
+        if self._closed and block.batch in self._closed:
+            self._closed[block.batch].pop(block.number, None)
             return
-        batch = group.batch if self._batches else None
+        batch = block.batch if self._batches else None
         bucket = self._buckets.get(batch)
         if bucket is None:
             return
-        bucket.pop(group.number, None)
+        bucket.pop(block.number, None)
         if not bucket and batch is not None and self._order is Order.STEP:
             del self._buckets[batch]
 
-    def pop(self, version: int | None, most: int) -> list[Group]:
-        """Take out up to `most` groups that may be handed out at `version`, first ones first."""
-        groups: list[Group] = []
-        while len(groups) < most and (bucket := self._first(version)):
-            group = next(iter(bucket.values()))
-            self.discard(group)
-            groups.append(group)
-        return groups
+    def first(self, version: int | None) -> Block | None:
+        """The next block that may be handed out at `version`; it stays until it is discarded."""
+        bucket = self._first(version)
+        return next(iter(bucket.values())) if bucket else None
 
-    def _bucket(self, group: Group) -> _Bucket:
-        batch = group.batch if self._batches else None
+    def _bucket(self, block: Block) -> _Bucket:
+        batch = block.batch if self._batches else None
         bucket = self._buckets.get(batch)
         if bucket is None:
             bucket = self._buckets[batch] = OrderedDict()
@@ -98,6 +97,8 @@ class ReadyQueue:
         """The bucket to take from; empty or None when there is nothing to hand out."""
         if self._order is Order.STEP:
             return self._buckets.get(version)
+        if self._buckets[None]:  # few, for who puts them bounds them; last they might never come
+            return self._buckets[None]
         while self._heap and not self._buckets[self._heap[0]]:
             del self._buckets[heapq.heappop(self._heap)]
         if self._heap and version is not None and version >= self._heap[0] - self._max_staleness:

@@ -17,7 +17,7 @@ __all__ = ["TaskTable"]
 class TaskTable:
     """Tasks by name, columns by number, and the checks a task's callers must pass.
 
-    A column keeps its number for good, so a group's presence list is read by all tasks that see it.
+    A column keeps its number for good, so a block's presence list is read by all tasks that see it.
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -55,14 +55,13 @@ class TaskTable:
         """The tasks that see a partition."""
         return [task for task in self._tasks.values() if partition in task.spec.partitions]
 
-    def presence(self, admission: Admission) -> list[int]:
-        """Column number to the rows that have it, for a new group."""
-        full = (1 << admission.samples) - 1
+    def given(self, admission: Admission) -> list[bool]:
+        """Column number to whether new groups have it."""
         given = set(admission.columns)
-        return [full if name in given else 0 for name in self._columns]
+        return [name in given for name in self._columns]
 
     def by_number(self, masks: Mapping[str, int]) -> list[int]:
-        """Rows by column name, as a group's presence list."""
+        """Rows by column name, as a block's presence list."""
         return [masks.get(name, 0) for name in self._columns]
 
     def by_name(self, has: list[int]) -> dict[str, int]:

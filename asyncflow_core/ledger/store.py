@@ -1,10 +1,10 @@
 """The ledger: every decision of the data store, and none of its data.
 
-    put -> Group (alive rows) -> ready queue of each task -> lease -> commit -> freed
+    put -> Block (alive rows) -> ready queue of each task -> lease -> commit -> freed
                                         ^                      |
                                         '-- release, expiry ---'
 
-A change of a group (a column written, a row back, dropped or freed) ends in `Task.settle` for each
+A change of a block (a column written, a row back, dropped or freed) ends in `Task.settle` for each
 task that sees it; nothing else touches the queues. What a shell must do about a change (wake
 waiters, free payload, admit producers) is collected in `Effects`.
 """
@@ -12,25 +12,26 @@ waiters, free payload, admit producers) is collected in `Effects`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from asyncflow_core.batch import BatchRef, GroupKey, Key
 from asyncflow_core.errors import BackpressureError, DataError
+from asyncflow_core.ledger.blocks import Block, View
 from asyncflow_core.ledger.changes import Changes, Intake
 from asyncflow_core.ledger.drops import DropLog
 from asyncflow_core.ledger.keys import KnownKeys
 from asyncflow_core.ledger.leases import Part
+from asyncflow_core.ledger.masks import positions_in
 from asyncflow_core.ledger.outcomes import Claim, Effects, Grant
-from asyncflow_core.ledger.policies import (
-    Budget,
-)
+from asyncflow_core.ledger.policies import Budget
 from asyncflow_core.ledger.rows import (
     MAX_SAMPLES,
+    NO_VERSION,
     Admission,
-    Group,
-    View,
     locate,
-    masks_by_group,
-    samples_in,
+    masks_by_block,
+    row_number,
+    runs_of,
 )
 from asyncflow_core.services.data_store import (
     CommitResult,
@@ -72,10 +73,10 @@ class Ledger(Changes):
             return False
         for lease in [lease for lease in self._leases.live.values() if lease.task is task]:
             self._lose(lease)
-        for group in list(self._groups.values()):
-            group.views = tuple(view for view in group.views if view.task is not task)
-            task.queue.discard(group)  # remembered leases keep the task, not its rows
-            self._free_done(group)
+        for block in list(self._blocks.values()):
+            block.views = tuple(view for view in block.views if view.task is not task)
+            task.queue.discard(block)  # remembered leases keep the task, not its rows
+            self._free_done(block)
         self._effects.ready.add(name)
         return True
 
@@ -113,9 +114,9 @@ class Ledger(Changes):
         *,
         tokens: int = 0,
         oldest: int | None = None,
-        place: int = -1,
+        place: Any = None,
     ) -> int | None:
-        """Store a group that fits; its number, or None when its key is known.
+        """Store a group that fits; the number of its block, or None when its key is known.
 
         Args:
             key: of the group.
@@ -129,7 +130,8 @@ class Ledger(Changes):
         intake = self.intake(admission)
         if not self.fits(admission):
             raise BackpressureError(f"group {tuple(key)} does not fit now; wait for credit")
-        return intake.put(key, tokens=tokens, oldest=oldest, place=place)
+        age = NO_VERSION if oldest is None else oldest
+        return intake.put(key, (tokens,), (age,), place).number
 
     def intake(self, admission: Admission) -> Intake:
         """For many groups of one admission; good until tasks change.
@@ -145,18 +147,23 @@ class Ledger(Changes):
 
         A group is logged as dropped when no row of it is left and none was completed.
         """
-        masks: dict[GroupKey, int] = {}
+        masks: dict[Block, int] = {}
+        groups: dict[GroupKey, Block] = {}  # in the order in which they are named
         for key in keys:
             if not 0 <= key.sample < MAX_SAMPLES:
                 raise DataError(f"key {key} has a sample out of 0 to {MAX_SAMPLES - 1}")
-            masks[key.group] = masks.get(key.group, 0) | 1 << key.sample
-        count = 0
-        for group_key, mask in masks.items():
-            group = self._by_key.get(group_key)
-            if group is not None and mask & group.alive:
-                count += (mask & group.alive).bit_count()
-                self._drop_rows(group, mask & group.alive, reason)
-        return count
+            row = self.find(key)
+            if row is not None:
+                number, position = locate(row)
+                block = groups[key.group] = self._blocks[number]
+                masks[block] = masks.get(block, 0) | 1 << position
+        for block, mask in masks.items():
+            self._drop_rows(block, mask, reason)
+        for group, block in groups.items():
+            if not block.group_mask(group.sequence) & (block.alive | block.completed):
+                self._drops.add_group(group, block.admission, reason)
+                self._effects.groups_dropped = True
+        return sum(mask.bit_count() for mask in masks.values())
 
     # Leases
 
@@ -191,7 +198,7 @@ class Ledger(Changes):
             requester=requester,
             fence=grant.lease_id,
             lease_s=lease_s,
-            rows=tuple(group.info(s) for group, mask in grant.picks for s in samples_in(mask)),
+            rows=tuple(block.info(r) for block, mask in grant.picks for r in positions_in(mask)),
         )
 
     def grant(
@@ -214,13 +221,14 @@ class Ledger(Changes):
         if not picks:
             return None
         lease = self._leases.open(owner, requester, now + lease_s)
-        for group, view, mask in picks:
-            lease.parts[group.number] = Part(mask)
+        for block, view, mask in picks:
+            part = lease.parts.setdefault(block.number, Part(0))
+            part.held |= mask
             lease.held += mask.bit_count()
-            view.leases += (lease,)
+            view.hold(lease, mask)
         lease.rows = lease.held
         owner.hold(requester, lease.held)
-        return Grant(lease.lease_id, owner.spec, [(group, mask) for group, _, mask in picks])
+        return Grant(lease.lease_id, owner.spec, [(block, mask) for block, _, mask in picks])
 
     def renew(self, now: float, leases: Sequence[int], *, lease_s: float) -> tuple[int, ...]:
         """Let leases live at least `lease_s` from now (never shorter); returns the lost ones.
@@ -245,108 +253,122 @@ class Ledger(Changes):
             DataError: a row is named twice.
         """
         self.advance(now)
-        lease = self._leases.find(ref, masks_by_group(ref.rows))
+        runs = runs_of(ref.rows)
+        masks = masks_by_block(runs)
+        lease = self._leases.find(ref, masks)
+        if not any(mask & ~lease.parts[number].held for number, mask in masks.items()):
+            return Claim(lease.task.spec, range(len(ref.rows)))
         held = []
         for position, row in enumerate(ref.rows):
-            number, sample = locate(row)
-            if lease.parts[number].held >> sample & 1:
+            number, place = locate(row)
+            if lease.parts[number].held >> place & 1:
                 held.append(position)
-        return Claim(lease.task.spec, tuple(held))
+        return Claim(lease.task.spec, held)
 
     def commit(
         self,
         now: float,
         ref: BatchRef,
         *,
-        tokens: Mapping[int, int] | None = None,
-        oldest: Mapping[int, int | None] | None = None,
+        tokens: Sequence[int] = (),
+        oldest: Sequence[int] = (),
     ) -> CommitResult:
         """Acknowledge rows; the task's columns are there from now on.
 
         Args:
             now: the time.
             ref: any part of a lease.
-            tokens: row to tokens that the new columns add.
-            oldest: row to the oldest version of its response.
+            tokens: that the new columns add, of each row of `ref`; or none.
+            oldest: version of the response of each row of `ref`, -1 for none; or none.
 
         Raises:
             LeaseLostError: the lease ended or does not hold a row; nothing was done.
         """
         self.advance(now)
-        masks = masks_by_group(ref.rows)
+        runs = runs_of(ref.rows)
+        masks = masks_by_block(runs)
         lease = self._leases.find(ref, masks)
         committed = repeated = dropped = 0
+        held: dict[int, int] = {}
         for number, mask in masks.items():
             part = lease.parts[number]
             repeated += (mask & part.committed).bit_count()
             dropped += (mask & part.dropped).bit_count()
             if mask & part.held:
-                committed += (mask & part.held).bit_count()
-                self._commit_rows(lease, number, mask & part.held, tokens or {}, oldest or {})
+                held[number] = mask & part.held
+        if tokens or oldest:
+            self._learn(runs, held, tokens, oldest)
+        for number, mask in held.items():
+            committed += mask.bit_count()
+            lease.parts[number].committed |= mask
+            self._complete(*self._unhold(lease, number, mask), mask)
         return CommitResult(committed, repeated, dropped)
 
     def redo(
-        self,
-        task: str,
-        rows: Sequence[int],
-        *,
-        tokens: Mapping[int, int],
-        oldest: Mapping[int, int | None],
+        self, task: str, rows: Sequence[int], *, tokens: Sequence[int], oldest: Sequence[int]
     ) -> None:
-        """Commit rows without a lease: for shells that read back what was committed before."""
-        for number, mask in masks_by_group(rows).items():
-            group = self._groups[number]
-            view = next(v for v in group.views if v.task.spec.name == task)
-            new = mask & group.alive & ~view.done
-            if new:
-                self._complete(group, view, new, tokens, oldest)
-                self._settle(group)  # unlike leased rows, these may stand in the queue
+        """`commit` without a lease: for shells that read back what was committed before."""
+        runs = runs_of(rows)
+        new = {}
+        for number, mask in masks_by_block(runs).items():
+            block = self._blocks[number]
+            new[number] = mask & block.alive & ~block.view_of(task).done
+        self._learn(runs, new, tokens, oldest)
+        for number, mask in new.items():
+            if mask:
+                block = self._blocks[number]
+                self._complete(block, block.view_of(task), mask)
+                self._settle(block)  # unlike leased rows, these may stand in the queue
 
-    def undo(self, task: str, rows: Sequence[int]) -> int:
-        """Let a task have living rows again that it committed; returns how many there were."""
-        count = 0
-        for number, mask in masks_by_group(rows).items():
-            group = self._groups[number]
-            view = next(v for v in group.views if v.task.spec.name == task)
-            again = mask & group.alive & view.done
-            view.done &= ~again
-            view.task.committed -= again.bit_count()
-            count += again.bit_count()
-            self._settle(group)
-        return count
+    def undo(self, task: str, block: Block, mask: int) -> int:
+        """Let a task have living rows again that it committed; returns how many there were.
 
-    def revive(self, old: Group, mask: int, done: Mapping[str, int]) -> Group:
-        """A group again of which no row is left, from what its shell kept of it.
+        What it wrote is not there any more, so that tasks that read it do not get the rows before.
+        """
+        view = block.view_of(task)
+        again = mask & block.alive & view.done
+        view.done &= ~again
+        for column in view.task.writes:
+            block.has[column] &= ~again
+        view.task.committed -= again.bit_count()
+        self._settle(block)
+        return again.bit_count()
+
+    def adopt(self, block: Block) -> None:
+        """Give a number to a block that a shell made from what it kept; `revive` its rows next."""
+        self._last_block += 1
+        block.number = self._last_block
+        block.origin = self._known.add(block.group_at(0), 0)
+
+    def revive(self, block: Block, mask: int, done: Mapping[str, int]) -> None:
+        """Let rows live again that are gone, from what their shell kept of them.
 
         Args:
-            old: as it was.
-            mask: rows that are to live.
+            block: theirs, of which other rows may live yet.
+            mask: the rows.
             done: task to rows it is done with, all of them for a task that is not named.
         """
-        self._last_group += 1
-        views = []
-        for task in self._tasks.seeing(old.admission.partition):
-            view = View(task)
-            view.done = mask & done.get(task.spec.name, mask)
-            views.append(view)
-        group = Group(
-            self._last_group, old.key, old.admission,
-            tokens=0, oldest=None, has=old.has.copy(), views=tuple(views),
-        )  # fmt: skip
-        group.facts, group.place = old.facts, old.place
-        group.alive, group.completed = mask, old.completed
-        self._add(group)
-        self._free_done(group)
-        if group.alive:
-            self._settle(group)
-        return group
+        living = self._blocks.get(block.number) is block
+        if living:
+            block.alive |= mask
+            self._count(block.admission, mask.bit_count())
+            self._rows_put += mask.bit_count()
+        else:
+            block.views = tuple(map(View, self._tasks.seeing(block.admission.partition)))
+            block.alive = mask
+            self._add(block)
+        for view in block.views:
+            view.done = view.done & ~mask | mask & done.get(view.task.spec.name, mask)
+        self._free_done(block)
+        if block.alive:
+            self._settle(block)
 
     def release(self, now: float, ref: BatchRef) -> None:
         """Give rows back, to the front of their queue; rows the lease does not hold are ignored."""
         self.advance(now)
         lease = self._leases.live.get(ref.lease_id)
         if lease is not None and ref.fence == lease.lease_id:
-            self._give_back(lease, masks_by_group(ref.rows))
+            self._give_back(lease, masks_by_block(runs_of(ref.rows)))
 
     def evict(self, now: float, requester: str) -> int:
         """End all leases of a requester that is gone; how many rows go to others."""
@@ -377,25 +399,29 @@ class Ledger(Changes):
 
     # For the shell
 
-    def find(self, key: GroupKey) -> Group | None:
-        """The group of a key; None when no row of it lives."""
-        return self._by_key.get(key)
+    def find(self, key: Key) -> int | None:
+        """The row of a key; None when it does not live."""
+        block = self._index.find(key.group)
+        if block is None or key.sample >= block.admission.samples:
+            return None
+        position = (key.sequence - block.first) * block.admission.samples + key.sample
+        return row_number(block.number, position) if block.alive >> position & 1 else None
 
-    def groups(self) -> Iterator[Group]:
-        """All groups of which a row lives."""
-        return iter(list(self._groups.values()))
+    def blocks(self) -> Iterator[Block]:
+        """All blocks of which a row lives."""
+        return iter(list(self._blocks.values()))
 
     def known_keys(self) -> KnownKeys:
         """Every group key ever put, to be kept and given back by shells that outlive a process."""
         return self._known
 
     def presence(self, masks: Mapping[str, int]) -> list[int]:
-        """Column names to rows, as a group's `has`."""
+        """Column names to rows, as a block's `has`."""
         return self._tasks.by_number(masks)
 
-    def columns_of(self, group: Group) -> dict[str, int]:
+    def columns_of(self, block: Block) -> dict[str, int]:
         """Inverse of `presence`."""
-        return self._tasks.by_name(group.has)
+        return self._tasks.by_name(block.has)
 
     def drop_log(self) -> DropLog:
         """What was dropped, to be kept and given back by shells that outlive a process."""
@@ -406,14 +432,14 @@ class Ledger(Changes):
         lease = self._leases.get(lease_id)
         return None if lease is None else lease.task.spec
 
-    def group(self, number: int) -> Group:
-        """A group of which a row lives."""
-        return self._groups[number]
+    def block(self, number: int) -> Block:
+        """A block of which a row lives."""
+        return self._blocks[number]
 
     def key_of(self, row: int) -> Key:
         """The key of a living row."""
-        number, sample = locate(row)
-        return Key(*self._groups[number].key, sample)
+        number, position = locate(row)
+        return self._blocks[number].key_at(position)
 
     @property
     def last_serial(self) -> int:
@@ -429,6 +455,7 @@ class Ledger(Changes):
         """All that the ledger knows of `StoreStats`: not the payload's bytes, not who waits."""
         return StoreStats(
             rows=self._rows_put - self._rows_freed,
+            rows_by_partition=dict(self._living),
             reserved_rows=self._credit.rows,
             capacity_rows=self._credit.capacity_rows,
             reserved_bytes=self._credit.bytes,

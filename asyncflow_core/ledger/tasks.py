@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asyncflow_core.ledger.blocks import Block, View
 from asyncflow_core.ledger.ready import ReadyQueue
-from asyncflow_core.ledger.rows import Group, View
 from asyncflow_core.services.data_store import TaskSpec, TaskStats
 
 __all__ = ["Task"]
@@ -17,7 +17,7 @@ class Task:
         reads: numbers of the columns it reads.
         writes: numbers of the columns it writes.
         members: registrations that share it.
-        queue: groups with rows to hand out.
+        queue: blocks with rows to hand out.
     """
 
     __slots__ = (
@@ -46,38 +46,45 @@ class Task:
         self.expired = 0
         self.holders: dict[str, int] = {}
 
-    def settle(self, group: Group, view: View, *, front: bool = False) -> bool:
-        """Bring the queue in line with the group after any change; True when rows appeared.
+    def settle(self, block: Block, view: View, *, front: bool = False) -> bool:
+        """Bring the queue in line with the block after any change; True when rows appeared.
 
         Args:
-            group: what changed.
+            block: what changed.
             view: its view by this task.
             front: rows came back: they go before what waits.
         """
-        offered = group.ready(view)
-        if self.spec.whole_groups and offered != group.alive & ~view.done:
-            offered = 0  # a row is still missing a column or leased
+        offered = block.ready(view)
+        if self.spec.whole_groups:
+            # Without the groups of which a row still lacks a column or is leased.
+            offered &= ~block.whole(block.alive & ~view.done & ~offered)
         if self.spec.batch_groups and view.leased | view.done:
-            self.queue.open(group.batch)
+            self.queue.open(block.batch)
         before, view.offered = view.offered, offered
         self.ready += offered.bit_count() - before.bit_count()
         if not offered:
             if before:
-                self.queue.discard(group)
-        elif front or not before:
-            self.queue.push(group, front=front)
+                self.queue.discard(block)
+        elif front or not before or self.spec.batch_groups:
+            self.queue.push(block, groups=self._groups(block, offered), front=front)
         return bool(offered & ~before)
 
-    def offer_new(self, group: Group, view: View, mask: int) -> None:
-        """`settle` of a new group whose rows in `mask`, all of them, are ready."""
-        view.offered = mask
-        self.ready += mask.bit_count()
-        self.queue.push(group)
+    def offer_new(self, block: Block, view: View) -> None:
+        """`settle` of a new block whose rows are all ready."""
+        view.offered = block.alive
+        self.ready += view.offered.bit_count()
+        self.queue.push(block, groups=self._groups(block, view.offered))
 
-    def take_all(self, view: View) -> None:
-        """`settle` of a group out of the queue, all of whose offered rows were leased."""
-        self.ready -= view.offered.bit_count()
-        view.offered = 0
+    def _groups(self, block: Block, offered: int) -> int:
+        """How many groups are offered, if that is asked."""
+        return block.count_groups(offered) if self.spec.batch_groups else 0
+
+    def take(self, block: Block, view: View, mask: int) -> None:
+        """`settle` of a block of whose offered rows some, whole groups if need be, are leased."""
+        view.offered &= ~mask
+        self.ready -= mask.bit_count()
+        if not view.offered:
+            self.queue.discard(block)
 
     def hold(self, requester: str, rows: int) -> None:
         """Count rows a requester got (or, negative, holds no more)."""

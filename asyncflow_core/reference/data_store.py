@@ -246,12 +246,13 @@ class InProcessDataStore(DataStore):
         self._check_writes(rows, new)
         for position, row in enumerate(rows):
             self._payload.write(row, new, position)
-        facts = [new.row(position) for position in range(len(rows))]
+        facts = [batch.row(position) for position in range(batch.rows)]
+        ages = map(_oldest, facts)
         result = self._ledger.commit(
             now,
             ref,
-            tokens={row: token_count(fact) for row, fact in zip(rows, facts, strict=True)},
-            oldest={row: _oldest(fact) for row, fact in zip(rows, facts, strict=True)},
+            tokens=[token_count(fact) for fact in facts],
+            oldest=[-1 if age is None else age for age in ages],
         )
         self._follow()
         return result

@@ -40,7 +40,8 @@ class Order(StrEnum):
 
     ANY: no version; rows in the order the lease policy gives.
     ADMITTED: the version a replica serves; rows of batch b only at version >= b - max_staleness,
-        oldest batch first. Rows outside batches (b is None) come last.
+        oldest batch first. Rows outside batches (b is None) come before them: who puts those
+        bounds how many there are at a time.
     STEP: the step being trained; rows of exactly that batch.
     """
 
@@ -171,7 +172,7 @@ class StoreStats:
     """What the store holds and has done.
 
     Attributes:
-        rows: living rows. bytes: their payload.
+        rows: living rows. bytes: their payload. rows_by_partition: those of each partition.
         reserved_rows: credit taken. capacity_rows: credit there is.
         reserved_bytes: credit taken. capacity_bytes: credit there is.
         rows_put: rows ever put. rows_freed: rows every task committed or dropped.
@@ -183,6 +184,7 @@ class StoreStats:
 
     rows: int = 0
     bytes: int = 0
+    rows_by_partition: dict[str, int] = field(default_factory=dict)
     reserved_rows: int = 0
     capacity_rows: int = 0
     reserved_bytes: int = 0
@@ -398,9 +400,20 @@ class SupportsDurability(Protocol):
         """The model was saved at `version`: rows that trained it or an earlier one may be freed."""
 
     async def restore(self, version: int) -> int:
-        """The model was loaded at `version`: give back what later versions trained.
+        """The model was loaded at `version`: what later versions did is void.
+
+        Rows that later versions trained are to be trained again. Rows with a token of a later
+        version are to be generated again, and what tasks of whole groups made of their groups is
+        to be made again. Tasks that write nothing get every row again that is not trained. Rows
+        outside batches are dropped. Called before anybody leases.
 
         Returns:
-            How many rows came back.
+            How many rows are to be trained, that had been.
+
+        Raises:
+            DataError: a checkpoint of a later version was told, so rows are gone.
         """
+
+    async def clear(self) -> None:
+        """Forget every row and every key. Called before anybody else uses the store."""
         ...

@@ -173,6 +173,7 @@ class RolloutStats:
         tokens_generated: response tokens since open. busy_s: seconds the engine worked.
         tokens_kept: tokens of running sequences that lived through a switch.
         tokens_lost: tokens thrown away by switches and aborts.
+        tokens_unfinished: tokens of responses that have not ended; counted by core.
     """
 
     version: int = 0
@@ -182,6 +183,7 @@ class RolloutStats:
     busy_s: float = 0.0
     tokens_kept: int = 0
     tokens_lost: int = 0
+    tokens_unfinished: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,11 +329,11 @@ class DataStoreTests:
     ) -> None:
         """DS-15."""
         await service.register(GENERATE)
-        await self.put(service, 9, batch=None)
         await self.put(service, 2, batch=STALENESS + 1)
         await self.put(service, 1, batch=STALENESS)
+        await self.put(service, 9, batch=None)
         first = await self.take(service, GENERATE, version=0)
-        assert [info.batch for info in first.rows] == [STALENESS, None]
+        assert [info.batch for info in first.rows] == [None, STALENESS]
         assert await self.none_for(service, GENERATE, version=0)
         second = await self.take(service, GENERATE, version=1)
         assert [info.batch for info in second.rows] == [STALENESS + 1]

@@ -31,6 +31,8 @@ WATCHED = int(
 )
 """Events of a connection that end it."""
 
+_FOR_EVER_S = 86400.0
+
 
 class Link:
     """What both clients know of their one connection.
@@ -142,9 +144,10 @@ class Link:
             )
         elif event == zmq.EVENT_DISCONNECTED:
             text = (
-                f"the connection to {self.service!r} at {self.where} is gone: its process "
-                f"ended, or was silent for {self.heartbeat.timeout_s:g} s"
+                f"the connection to {self.service!r} at {self.where} is gone: its process ended"
             )
+            if self.heartbeat.timeout_s < _FOR_EVER_S:
+                text += f", or was silent for {self.heartbeat.timeout_s:g} s"
         elif self.server_key is None:
             text = (
                 f"the server at {self.where!r} did not take an unencrypted connection; if it "

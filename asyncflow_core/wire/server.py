@@ -299,8 +299,7 @@ class Server:
                 pass
             case _:
                 raise WireDecodeError("a call is malformed")
-        if number in peer.running or (timeout_s is not None and not timeout_s >= 0):
-            raise WireDecodeError(f"call {number} is under way already, or its timeout is negative")
+        _check_call(peer, number, timeout_s, plain)
         method = self._methods.get(name)
         try:
             if method is None:
@@ -510,6 +509,15 @@ class Server:
         self._probe_timer = asyncio.get_running_loop().call_later(
             self._heartbeat.interval_s, self._schedule_probe
         )
+
+
+def _check_call(
+    peer: Peer, number: int, timeout_s: float | None, arguments: dict[Any, Any]
+) -> None:
+    if number in peer.running or (timeout_s is not None and not timeout_s >= 0):
+        raise WireDecodeError(f"call {number} is under way already, or its timeout is negative")
+    if not all(type(name) is str for name in arguments):
+        raise WireDecodeError(f"call {number} names an argument by something that is no text")
 
 
 def _start_timer(running: _Running) -> None:

@@ -17,7 +17,8 @@ import pytest
 from asyncflow_core.batch import Batch, Column, Key
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError, DataError, ServiceError
-from asyncflow_core.flow.record import Recorder, RunFolder
+from asyncflow_core.flow.folder import RunFolder
+from asyncflow_core.flow.record import Recorder
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.tokenizer import CharactersOptions, CharactersTokenizer
 from asyncflow_core.services.data_store import RowInfo
@@ -54,7 +55,7 @@ def test_folder_fresh_holds_config_and_environment(folder, tmp_path):
     assert folder.path == tmp_path / "runs" / "mine"
     assert folder.moved_to is None
     assert sorted(p.name for p in folder.path.iterdir()) == [
-        *("config.yaml", "environment.json", "logs")
+        *("config.yaml", "environment.json", "life.json", "logs")
     ]
     environment = json.loads((folder.path / "environment.json").read_text())
     assert "numpy" in environment["packages"]
@@ -93,7 +94,7 @@ def test_folder_of_a_run_that_goes_on_is_refused_until_it_ends(folder, config, t
 
 def test_folder_of_a_run_that_was_killed_is_moved_aside(config):
     code = (
-        "import os, sys; from asyncflow_core.flow.record import RunFolder;"
+        "import os, sys; from asyncflow_core.flow.folder import RunFolder;"
         "from asyncflow_core.config import RunConfig;"
         "made = RunFolder(RunConfig.model_validate_json(sys.argv[1])); os.kill(os.getpid(), 9)"
     )
@@ -159,7 +160,8 @@ async def test_recorder_counts_batches_and_evaluations_apart(folder, thread):
     first = await recorder.wait_batch(0, 2)
     assert (first.values, first.tokens, first.errors) == ([1.0, 0.0], 2, 0)
     assert 0 not in recorder.batches  # forgotten, so that a long run does not grow
-    assert (await recorder.wait_evaluation(1, 1)).values == [1.0]
+    found = recorder.take_evaluation(1)
+    assert (found.values, found.oldest, found.newest) == ([1.0], 3, 3)
     assert 1 not in recorder.evaluations
     assert (await recorder.wait_batch(1, 1)).values == [0.5]
 

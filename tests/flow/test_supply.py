@@ -117,7 +117,10 @@ async def test_supply_evaluation_puts_held_out_prompts_outside_batches(store):
     await store.register(SEE)
     with ThreadPoolExecutor(1) as thread:
         supply = Supply(store, Prompts(), config(), thread)
-        assert await supply.evaluate(1) == 8  # two prompts, four samples
+        prompts = await supply.held_out()
+        await supply.evaluate(1, prompts[:1], 4)
+        await supply.evaluate(1, prompts[1:], 4, first=1)
+        assert supply.rows_evaluated == 8
     lease = await store.lease("see", requester="t")
     assert {(info.batch, info.key.group) for info in lease.rows} == {
         (None, (EVALUATION, 1, 0)),
@@ -168,8 +171,13 @@ async def test_supply_prompts_that_break_their_contract_are_named(
     setattr(prompts, source, lambda *_: made())
     async with supplying(store, prompts, config()) as supply:
         with pytest.raises(error) as found:
-            await asyncio.wait_for(supply.running if source == "train" else supply.evaluate(0), 10)
+            put = supply.running if source == "train" else put_held_out(supply)
+            await asyncio.wait_for(put, 10)
     assert expected in str(found.value)
+
+
+async def put_held_out(supply):
+    await supply.evaluate(0, await supply.held_out(), 1)
 
 
 async def test_supply_without_prompts_says_so(store):

@@ -17,13 +17,12 @@ from asyncflow_core.errors import (
     InvariantError,
     ServiceError,
 )
+from asyncflow_core.flow.stage_work import stage_work, to_columns
 from asyncflow_core.flow.work import (
     ROLLOUT_WRITES,
     observer_work,
     rollout_work,
     sampling_seed,
-    stage_work,
-    to_columns,
 )
 from asyncflow_core.flow.worker import read_rows
 from asyncflow_core.parts import StageContract

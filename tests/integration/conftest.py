@@ -82,7 +82,7 @@ class Started:
     def __init__(self, tree, folder):
         self.folder = Path(tree["out"]) / tree["name"]
         self.mark = uuid.uuid4().hex
-        config = folder / f"{self.mark}.yaml"
+        self.config = config = folder / f"{self.mark}.yaml"
         config.write_text(json.dumps(tree))  # JSON is YAML
         self.output_path = folder / f"{self.mark}.out"
         path = [str(HERE), str(HERE / "misbehave"), os.environ.get("PYTHONPATH", "")]
@@ -133,6 +133,30 @@ class Started:
             return (self.folder / "logs" / f"{name}.log").read_text()
         except FileNotFoundError:
             return ""
+
+    def samples(self):
+        """What was recorded, a mapping a row."""
+        return [
+            json.loads(line) for line in (self.folder / "samples.jsonl").read_text().splitlines()
+        ]
+
+    def summary(self):
+        return json.loads((self.folder / "summary.json").read_text())
+
+    async def finished(self):
+        """Wait for the end of a run that is to succeed; nothing was lost, nothing came twice."""
+        await eventually(lambda: self.process.poll() is not None, timeout_s=90)
+        assert self.process.returncode == 0, self.output
+        workflow = json.loads(self.config.read_text())["workflow"]
+        rows = workflow["groups_per_step"] * workflow["group_size"]
+        trained = [row for row in self.samples() if row["batch"] is not None]
+        assert len({row["key"] for row in trained}) == len(trained)
+        for batch in range(workflow["steps"]):
+            assert sum(row["batch"] == batch for row in trained) == rows, batch
+        summary = self.summary()
+        assert summary["rows_trained"] == rows * workflow["steps"] == summary["rows_put"]
+        assert summary["max_staleness_trained"] <= summary["max_staleness_allowed"]
+        return summary
 
     def steps(self):
         try:

@@ -1,5 +1,10 @@
 """Stages and rewards of the integration tests, by `module:name`."""
 
+import itertools
+import os
+import threading
+import time
+
 import numpy as np
 
 from asyncflow_core.parts import group_index
@@ -29,3 +34,29 @@ def wrong_columns(batch):
 def low_letter(response: str) -> float:
     """1 for a, 0 for z."""
     return (ord("z") - ord(response)) / 25
+
+
+def never_for_c(response: str, prompt: str) -> float:
+    """Does not return for the prompt c."""
+    if prompt == "c":
+        threading.Event().wait()
+    return next_letter(response, prompt)
+
+
+def native_for_c(response: str, prompt: str) -> float:
+    """Holds the GIL for ever for the prompt c: no thread, no signal handler of Python runs."""
+    if prompt == "c":
+        sum(itertools.repeat(0))
+    return next_letter(response, prompt)
+
+
+def ends_for_c(response: str, prompt: str) -> float:
+    """Takes its process with it for the prompt c."""
+    if prompt == "c":
+        os._exit(3)
+    return next_letter(response, prompt)
+
+
+def slow(response: str, prompt: str) -> float:
+    time.sleep(0.02)
+    return next_letter(response, prompt)

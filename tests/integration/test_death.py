@@ -1,4 +1,4 @@
-"""However a process of a run ends, the run ends with it, soon, and says which, how and why."""
+"""However a process ends that may not come back, the run ends too, soon, and says which and why."""
 
 import signal
 
@@ -10,6 +10,7 @@ SLOW = {
     "workflow__steps": 10_000,
     "trainer__plugin": "misbehave",
     "trainer__options": {"step_s": 0.02},
+    "watchdog__restarts": 0,
 }
 
 
@@ -30,7 +31,9 @@ async def test_killed_child_ends_the_run_with_its_name(started, name):
     [("exit", "ended with status 3", ""), ("raise", "ended with status 1", "the engine broke")],
 )
 async def test_rollout_that_ends_by_itself_ends_the_run(started, how, status, words):
-    run = started(rollout__plugin="misbehave", rollout__options={"at_generate": how})
+    run = started(
+        rollout__plugin="misbehave", rollout__options={"at_generate": how}, watchdog__restarts=0
+    )
     await run.without("rollout-0")
     await run.ended(f"rollout that does {how}", status=1)
     assert f"peer_lost: rollout-0 {status}" in run.output

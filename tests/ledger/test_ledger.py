@@ -128,7 +128,7 @@ def test_commit_of_row_dropped_meanwhile_counts_it_and_commits_the_rest():
     put(ledger, 0, samples=2)
     lease = take(ledger)
     ledger.drop([Key(0, 0, 0, 0)], reason="late")
-    assert ledger.inspect(0.0, lease.ref()).held == (1,)
+    assert ledger.inspect(0.0, lease.ref()).held == [1]
     result = ledger.commit(0.0, lease.ref())
     assert (result.committed, result.repeated, result.dropped) == (1, 0, 1)
 
@@ -198,8 +198,7 @@ def test_row_info_after_commit_has_tokens_and_oldest_version_zero():
     put(ledger, 0, tokens=5)
     lease = take(ledger)
     assert lease.rows[0].oldest_version is None
-    row = lease.rows[0].row
-    ledger.commit(0.0, lease.ref(), tokens={row: 7}, oldest={row: 0})
+    ledger.commit(0.0, lease.ref(), tokens=[7], oldest=[0])
     (info,) = take(ledger, "score").rows
     assert (info.tokens, info.oldest_version) == (12, 0)
 

@@ -205,6 +205,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         self.model = Model(max_staleness=max_staleness, max_gap_s=MAX_GAP_S)
         self.keys: dict[int, Key] = {}  # row number to key
+        self.facts: dict[Key, int] = {}  # tokens, where there are any
         self.ready_before: dict[str, set[Key]] = {}
         self.last_fence = 0
         for name in sorted(names | {"gen"}):
@@ -256,6 +257,31 @@ class LedgerMachine(RuleBasedStateMachine):
             for sample in range(samples):
                 self.keys[row_number(number, sample)] = Key(*group, sample)
 
+    @rule(
+        first=st.integers(0, 30),
+        count=st.integers(2, 4),
+        samples=st.integers(1, 3),
+        batch=st.integers(0, 4),
+        partition=st.sampled_from(BOTH),
+    )
+    def put_together(self, first: int, count: int, samples: int, batch, partition: str) -> None:
+        keys = [GroupKey(0, 0, first + number) for number in range(count)]
+        admission = Admission(("prompt",), samples, batch, partition)
+        seeing = [t for t in self.model.tasks.values() if partition in t.spec.partitions]
+        room = CAPACITY_ROWS - len(self.model.rows)
+        if not seeing or count * samples > room or self.model.known.intersection(keys):
+            return
+        assert self.ledger.room(admission) == room // samples
+        numbers = range(count)
+        block = self.ledger.intake(admission).put(keys[0], numbers, [-1] * count)
+        for number, key in enumerate(keys):
+            assert self.ledger.known(key)
+            self.model.put(key, samples, batch, partition, 0)
+            for sample in range(samples):
+                row = row_number(block.number, number * samples + sample)
+                self.keys[row] = Key(*key, sample)
+                self.facts[self.keys[row]] = number
+
     @precondition(lambda self: self.model.tasks)
     @rule(
         data=st.data(),
@@ -286,6 +312,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for info in lease.rows:
             assert info.batch == allowed[info.key].batch
             assert self.keys[info.row] == info.key
+            assert info.tokens == self.facts.get(info.key, 0)
             allowed[info.key].holder[task] = lease.lease_id
         rows = {info.row: info.key for info in lease.rows}
         self.model.leases[lease.lease_id] = ModelLease(
@@ -306,16 +333,18 @@ class LedgerMachine(RuleBasedStateMachine):
         if spec.order is not Order.ADMITTED:
             return
         batches = [allowed[key].batch for key in handed]
-        ranks = [99 if batch is None else batch for batch in batches]
+        ranks = [-1 if batch is None else batch for batch in batches]
         assert ranks == sorted(ranks)
         left = [row.batch for key, row in allowed.items() if key not in set(handed)]
-        assert all((99 if batch is None else batch) >= ranks[-1] for batch in left)
+        assert all((-1 if batch is None else batch) >= ranks[-1] for batch in left)
 
     @precondition(lambda self: self.model.leases)
-    @rule(data=st.data(), flags=picks)
-    def commit(self, data, flags: list[bool]) -> None:
+    @rule(data=st.data(), flags=picks, turned=st.booleans())
+    def commit(self, data, flags: list[bool], turned: bool) -> None:
         lease_id, lease = self.lease_of(data)
         rows = chosen(list(lease.rows), flags)
+        if turned:
+            rows.reverse()
         keys = [lease.rows[row] for row in rows]
         ref = BatchRef(lease_id, lease_id, tuple(rows))
         self.model.advance(self.now)
@@ -325,7 +354,11 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         claim = self.ledger.inspect(self.now, ref)
         assert [keys[i] for i in claim.held] == [k for k in keys if lease.state[k] == "held"]
-        result = self.ledger.commit(self.now, ref)
+        tokens = [row % 7 for row in rows]
+        for key, brought in zip(keys, tokens, strict=True):
+            if lease.state[key] == "held":
+                self.facts[key] = self.facts.get(key, 0) + brought
+        result = self.ledger.commit(self.now, ref, tokens=tokens)
         assert (result.committed, result.repeated, result.dropped) == self.model.commit(lease, keys)
 
     @precondition(lambda self: self.model.leases)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
+
 from asyncflow_core.batch import GroupKey
 from asyncflow_core.ledger import Admission, Ledger
 from asyncflow_core.services.data_store import TaskSpec
 
 
-def filled(facts):
-    ledger = Ledger(capacity_rows=100, capacity_bytes=0)
-    ledger.register(TaskSpec("train", ("response_ids",)))
-    for sequence, (tokens, oldest) in enumerate(facts):
-        ledger.put(
-            GroupKey(0, 0, sequence), Admission(("response_ids",)), tokens=tokens, oldest=oldest
-        )
-    return ledger
+@pytest.fixture(params=["one by one", "together"])
+def filled(request):
+    """Makes a ledger of rows (tokens, oldest version)."""
+
+    def make(facts):
+        ledger = Ledger(capacity_rows=100, capacity_bytes=0)
+        ledger.register(TaskSpec("train", ("response_ids",)))
+        admission = Admission(("response_ids",))
+        if request.param == "together":
+            tokens, versions = zip(*facts, strict=True)
+            ages = [-1 if version is None else version for version in versions]
+            ledger.intake(admission).put(GroupKey(0, 0, 0), tokens, ages)
+        else:
+            for sequence, (tokens, oldest) in enumerate(facts):
+                key = GroupKey(0, 0, sequence)
+                ledger.put(key, admission, tokens=tokens, oldest=oldest)
+        return ledger
+
+    return make
 
 
 def leased(ledger, **how):
@@ -22,20 +35,27 @@ def leased(ledger, **how):
     return [info.key.sequence for info in lease.rows]
 
 
-def test_stalest_first_hands_out_the_oldest_version_first():
+def test_stalest_first_hands_out_the_oldest_version_first(filled):
     ledger = filled([(1, 5), (1, 3), (1, None), (1, 4)])
     assert leased(ledger, policy="stalest_first", limit_rows=2) == [1, 3]
     assert leased(ledger, policy="stalest_first") == [0, 2]
 
 
-def test_token_balanced_gives_long_rows_to_who_holds_little():
+def test_token_balanced_gives_long_rows_to_who_holds_little(filled):
     ledger = filled([(5, 0), (9, 0), (1, 0), (7, 0), (3, 0)])
     assert leased(ledger, policy="token_balanced", limit_rows=2) == [1, 3]
     assert leased(ledger, policy="token_balanced", limit_rows=1, requester="b") == [0]
     assert leased(ledger, policy="token_balanced", limit_rows=1) == [2]
 
 
-def test_policy_left_over_keeps_its_place_in_the_queue():
+def test_policy_left_over_keeps_its_place_in_the_queue(filled):
     ledger = filled([(5, 0), (9, 0), (1, 0)])
     assert leased(ledger, policy="token_balanced", limit_rows=1) == [1]
     assert leased(ledger) == [0, 2]
+
+
+def test_limit_in_tokens_hands_out_what_fits_and_at_least_a_row(filled):
+    ledger = filled([(9, 0), (3, 0), (3, 0), (3, 0)])
+    assert leased(ledger, limit_tokens=8) == [0]
+    assert leased(ledger, limit_tokens=8) == [1, 2]
+    assert leased(ledger, limit_tokens=8, limit_rows=5) == [3]

@@ -78,6 +78,9 @@ class Trainer(TrainerControl):
     async def start(self) -> None:
         pass
 
+    async def work(self):
+        raise NotImplementedError
+
     async def step(self, version: int):
         raise NotImplementedError
 
@@ -98,6 +101,9 @@ class Replica(RolloutControl):
 
     async def start(self) -> None:
         pass
+
+    async def work(self):
+        raise NotImplementedError
 
     async def stage(self, published: PublishedWeights) -> StagedWeights:
         start, manifest = time.perf_counter(), published.manifest

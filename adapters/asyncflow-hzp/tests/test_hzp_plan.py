@@ -44,7 +44,9 @@ def test_presets_are_valid_tuples(world):
         assert parse_sizes(name, world=world, node=world) in list(valid_sizes(world))
 
 
-@pytest.mark.parametrize("sizes", [(3, 1, 3), (2, 1, 1), (0, 1, 2), (2, 2), "zero4", 2.0])
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 3), (2, 1, 1), (0, 1, 2), (2, 2), (4, 2, 4, 4), "zero4", 2.0]
+)
 def test_sizes_misfit_refused(sizes):
     with pytest.raises(ConfigError):
         parse_sizes(sizes, world=4, node=2)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections import Counter
 
 import msgpack
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncflow_core.batch import BatchRef, GroupKey, Key
-from asyncflow_core.ledger import Admission
+from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey, Key
+from asyncflow_core.ledger import Admission, positions_in
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.testing.data_store import GENERATE as KIT_GENERATE
 from asyncflow_core.testing.data_store import prompts, responses, rewards
@@ -21,11 +23,25 @@ from asyncflow_store_zmq.layout import pack
 from asyncflow_store_zmq.payload import Written
 from asyncflow_store_zmq.table import Table
 
-GENERATE = TaskSpec("generate", ("prompt_ids",), KIT_GENERATE.writes)
+GENERATE = TaskSpec("generate", ("prompt_ids",), KIT_GENERATE.writes, order=Order.ADMITTED)
 SCORE = TaskSpec("score", ("response_ids",), ("reward",))
-TRAIN = TaskSpec("train", ("response_ids", "reward"), order=Order.STEP)
-TASKS = (GENERATE, SCORE, TRAIN)
-BROUGHT = {"generate": responses, "score": rewards}
+RANK = TaskSpec("rank", ("reward",), ("rank",), whole_groups=True)
+TRAIN = TaskSpec("train", ("response_ids", "rank"), order=Order.STEP)
+TASKS = (GENERATE, SCORE, RANK, TRAIN)
+
+
+def ranks(count):
+    return Batch({"rank": Column.dense(np.arange(count))})
+
+
+def union(masks):
+    found = 0
+    for mask in masks:
+        found |= mask
+    return found
+
+
+BROUGHT = {"generate": responses, "score": rewards, "rank": ranks}
 
 
 def empty(shards=2):
@@ -54,23 +70,38 @@ def again(records, lost=frozenset()):
 
 
 def state(table):
-    """All that a client could see, by name and not by number."""
-    groups = {}
-    for group in table.ledger.groups():
-        writers, places = table.payload.places_of(group)
-        groups[group.key] = (
-            group.alive,
-            {name: mask & group.alive for name, mask in table.ledger.columns_of(group).items()},
-            list(group.facts),
-            {
-                view.task.spec.name: (view.done & group.alive, view.offered | view.leased)
-                for view in group.views
-            },
-            [place >= 0 for place in places],
-            writers,
-        )
-    kept = {g.key: table.retained.versions[g.number] for g in table.retained.groups.values()}
-    return groups, kept, table.ledger.stats().rows_dropped, table.pool.nbytes
+    """All that a client could see of each row, by name and not by number."""
+    rows = {}
+    for block in table.ledger.blocks():
+        writers, places = table.payload.places_of(block)
+        own = places[1:] or [-1] * block.rows * len(writers)
+        for row in positions_in(block.alive):
+            rows[block.key_at(row)] = (
+                {n for n, mask in table.ledger.columns_of(block).items() if mask >> row & 1},
+                (block.facts[row], block.facts[row - block.rows]),
+                {
+                    view.task.spec.name: (
+                        view.done >> row & 1,
+                        (view.offered | view.leased) >> row & 1,
+                    )
+                    for view in block.views
+                },
+                places[0] >= 0,
+                {n: own[i * block.rows + row] >= 0 for i, n in enumerate(writers)},
+            )
+    kept = {
+        block.key_at(row): version
+        for block, mask in table.retained.kept.values()
+        for version, trained in table.retained.trained[block.number].items()
+        for row in positions_in(mask & trained)
+    }
+    made = {
+        block.key_at(row): (version, table.lineage.tokens[block.number][row])
+        for block in table.ledger.blocks()
+        for version, rows_of in table.lineage.made.get(block.number, {}).items()
+        for row in positions_in(rows_of & block.alive)
+    }
+    return rows, kept, made, table.ledger.stats().rows_dropped, table.pool.nbytes
 
 
 class History(RuleBasedStateMachine):
@@ -101,15 +132,24 @@ class History(RuleBasedStateMachine):
     def put(self, first, count, samples):
         keys = [GroupKey(0, 0, first + i) for i in range(count)]
         admission = Admission(("prompt_ids", "answer"), samples, first % 3)
+        self.store(keys, admission)
+
+    @rule(sequences=st.lists(st.integers(0, 30), min_size=1, max_size=4))
+    def put_in_any_order(self, sequences):
+        keys = [GroupKey(0, 0, sequence) for sequence in sequences]
+        self.store(keys, Admission(("prompt_ids", "answer"), 2, 1))
+
+    def store(self, keys, admission):
+        tokens, oldest = array("i", [1] * len(keys)), array("i", [-1] * len(keys))
         put = self.table.begin_put(
-            "me", self.write(prompts(count)), keys, admission, [1] * count, [-1] * count
+            "me", self.write(prompts(len(keys))), np.array(keys), admission, tokens, oldest
         )
         assert self.table.advance_put(put)
         self.table.end_put(put, self.now)
 
     @rule(task=st.sampled_from(TASKS), limit=st.integers(1, 5), version=st.integers(0, 2))
     def lease(self, task, limit, version):
-        version = version if task.order is Order.STEP else None
+        version = None if task.order is Order.ANY else version
         found = self.table.lease(self.now, task.name, "me", version=version, limit_rows=limit)
         if found is not None:
             self.leases.append((task, found.lease_id, found.rows[0].tolist()))
@@ -125,7 +165,7 @@ class History(RuleBasedStateMachine):
         brought = [3] * len(rows) if task is GENERATE else []
         ref = BatchRef(lease_id, lease_id, tuple(rows))
         self.table.commit(
-            self.now, "me", ref, written, brought, [], version if task is TRAIN else None
+            self.now, "me", ref, written, brought, [], version if task in (TRAIN, GENERATE) else None
         )
 
     @rule(sequence=st.integers(0, 33), sample=st.integers(0, 2))
@@ -138,7 +178,28 @@ class History(RuleBasedStateMachine):
 
     @rule(version=st.integers(0, 4))
     def restore(self, version):
-        self.table.restore(self.now, max(version, self.table.retained.version))
+        for _, lease_id, rows in self.leases:  # before it, nobody leases
+            self.table.release(self.now, BatchRef(lease_id, lease_id, tuple(rows)))
+        self.leases.clear()
+        version = max(version, self.table.retained.version)
+        self.table.restore(self.now, version)
+        for block in self.table.ledger.blocks():
+            self.check_restored(block, version)
+
+    def check_restored(self, block, version):
+        """What later versions did is void, and all that followed from it."""
+        trained = self.table.retained.trained.get(block.number, {})
+        assert max(trained, default=0) <= version
+        covered = union(trained.values())
+        made = self.table.lineage.made.get(block.number, {})
+        assert not union(rows for v, rows in made.items() if v > version) & ~covered & block.alive
+        columns = {n: m & block.alive for n, m in self.table.ledger.columns_of(block).items()}
+        without = block.alive & ~columns.get("response_ids", 0)
+        assert not columns.get("reward", 0) & without
+        assert not columns.get("rank", 0) & block.whole(without) & ~covered
+        assert not block.view_of("train").done & block.alive & ~covered
+        for row in positions_in(without):
+            assert (block.facts[row], block.facts[row - block.rows]) == (1, -1)
 
     @rule()
     def shorten(self):
@@ -185,7 +246,7 @@ def test_replay_without_the_memory_of_a_commit_lets_its_task_do_it_again():
     history.table.commit(0.0, "me", ref, written, [3, 3], [], None)
     assert written.shard != put_shard
     table = again(history.records, frozenset({written.shard}))
-    assert table.lease(0.0, "generate", "me").rows.shape[1] == 2
+    assert table.lease(0.0, "generate", "me", version=0).rows.shape[1] == 2
     assert table.lease(0.0, "score", "me") is None
 
 
@@ -197,7 +258,8 @@ def test_lease_of_rows_with_other_writers_finds_each_where_it_lies():
     for sequence, partition in enumerate(("train", "eval", "train")):
         admission = Admission(("prompt_ids", "answer"), 1, 0, partition)
         written = history.write(prompts(1))
-        put = table.begin_put("me", written, [GroupKey(0, 0, sequence)], admission, [1], [-1])
+        keys, tokens, oldest = np.array([(0, 0, sequence)]), array("i", [1]), array("i", [-1])
+        put = table.begin_put("me", written, keys, admission, tokens, oldest)
         table.advance_put(put)
         table.end_put(put, 0.0)
     found = table.lease(0.0, "log", "me")

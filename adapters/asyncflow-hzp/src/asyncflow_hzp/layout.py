@@ -69,6 +69,11 @@ def parse_sizes(value: object, *, world: int, node: int) -> Sizes:
             raise ConfigError(f"no sharding {value!r}; give one of {', '.join(PRESETS)}, or three")
         return _presets(world, node)[value]
     numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(numbers) == 4:
+        raise ConfigError(
+            f"sharding {value!r} has four sizes, three are allowed: one z3 serves forward and "
+            f"backward; (zb, z2, z1) with zb the backward's holds as much and sends no more"
+        )
     if len(numbers) != 3 or not all(isinstance(n, int) and n > 0 for n in numbers):
         raise ConfigError(f"sharding {value!r} is not three group sizes (z3, z2, z1)")
     sizes = Sizes(*numbers)

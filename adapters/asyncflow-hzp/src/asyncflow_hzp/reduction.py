@@ -1,11 +1,11 @@
-"""Gradients on their way from autograd to the optimizer's shards.
+"""When gradients go from autograd to the optimizer's shards, and in which order.
 
 A unit's gradients are copied into a buffer of a ring as autograd delivers them; when the last one
 is there, the reduce lane takes the buffer: reduce-scatter over z2 ranks, then over z1/z2, then
-all-reduce over the replicas. Units are submitted in one order on every rank: in the first step the
-reverse of the model's, then that in which they were complete on the first rank. A unit that is
-early waits; what stays incomplete follows when the backward ends. A rank without a backward submits
-the same when the step is made.
+all-reduce over the replicas (`gradients`). Units are submitted in one order on every rank: in the
+first step the reverse of the model's, then that in which they were complete on the first rank. A
+unit that is early waits; what stays incomplete follows when the backward ends. A rank without a
+backward submits the same when the step is made.
 
 A backward that is not a step's last adds into an accumulator: of the whole unit, without traffic
 ("full"), or of its z2-shard, reduced at once ("shard").
@@ -15,7 +15,6 @@ Concurrency: called by the thread that computes; buffers come back by their job'
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -24,8 +23,8 @@ import torch
 
 from asyncflow_core.errors import ServiceError
 from asyncflow_hzp.exchange import Exchange
+from asyncflow_hzp.gradients import Ring, clear_gaps, reduce, scatter
 from asyncflow_hzp.lanes import Job, Lane
-from asyncflow_hzp.layout import Piece
 from asyncflow_hzp.unit import Entry, Unit
 
 __all__ = ["Reduction"]
@@ -85,11 +84,7 @@ class Reduction:
         self._agreed = False
         self._issued: dict[Unit, None] = {}
         self._in_backward = False
-        self._largest = max((unit.elements for unit in units), default=0)
-        self._count = buffers
-        self._free: list[torch.Tensor] = []
-        self._busy: deque[tuple[Job, torch.Tensor]] = deque()
-        self._made = 0
+        self._ring = Ring(units, dtype=dtype, count=buffers)
         self.on_end: Callable[[], None] = lambda: None
         for unit in units:
             for entry in unit.entries:
@@ -103,15 +98,10 @@ class Reduction:
 
     def allocate(self) -> None:
         """Make the buffers, and the optimizer's gradients, if they are not there yet."""
-        while self._made < self._count and self._units:
-            self._free.append(self._new_buffer())
+        self._ring.allocate()
         for unit in self._units:
             if unit.grad is None:
                 unit.grad = torch.zeros_like(unit.master)
-
-    def _new_buffer(self) -> torch.Tensor:
-        self._made += 1
-        return torch.empty(self._largest, dtype=self._dtype, device=self._units[0].device)
 
     def _arrive(self, unit: Unit, entry: Entry, param: torch.Tensor) -> None:
         if not self._in_backward:
@@ -163,19 +153,10 @@ class Reduction:
                 progress.sums = torch.zeros(unit.elements, dtype=self._dtype, device=unit.device)
             progress.buffer, progress.filled = progress.sums, progress.summed
             if not progress.summed:
-                _clear(unit, progress.sums)
+                clear_gaps(unit, progress.sums)
             return
-        progress.buffer, progress.filled = self._take_buffer()[: unit.elements], False
-        _clear(unit, progress.buffer)
-
-    def _take_buffer(self) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        if not self._busy:  # all wait for their turn behind a unit that needs one
-            return self._new_buffer()
-        job, buffer = self._busy.popleft()
-        job.wait()
-        return buffer
+        progress.buffer, progress.filled = self._ring.take(unit), False
+        clear_gaps(unit, progress.buffer)
 
     def _submit_ready(self) -> None:
         """Submit complete units as far as the order allows."""
@@ -208,8 +189,7 @@ class Reduction:
             progress.sums = torch.zeros(high - low, dtype=self._dtype, device=unit.device)
         job = self._lane.submit(f"unit {unit.name!r}", partial(work, unit, buffer, progress.summed))
         if buffer is not progress.sums:
-            whole = buffer._base
-            self._busy.append((job, buffer if whole is None else whole))
+            self._ring.lend(buffer, job)
         if self.last:
             progress.job = job
         self._close(progress)
@@ -223,7 +203,7 @@ class Reduction:
 
     def _reduce_partly(self, unit: Unit, buffer: torch.Tensor, summed: bool) -> None:
         """Add the z2-shard of a micro-batch to what the others left."""
-        part = self._scatter(unit, buffer)
+        part = scatter(unit, self._exchange(unit), buffer)
         sums = self._progress[unit].sums
         assert sums is not None
         if summed:
@@ -231,39 +211,11 @@ class Reduction:
         else:
             sums.copy_(part)
 
-    def _scatter(self, unit: Unit, buffer: torch.Tensor) -> torch.Tensor:
-        layout, size = unit.layout, unit.layout.sizes.z2
-        if size == 1:
-            return buffer
-        low, high = layout.shard(size, unit.elements)
-        part = buffer[low:high]
-        pieces = layout.pieces(size, 1, unit.elements)
-        self._exchange(unit).reduce_scatter(buffer, pieces, part)
-        return part
-
     def _reduce(self, unit: Unit, buffer: torch.Tensor, summed: bool) -> None:
-        """Bring a step's gradient to where the optimizer has its shard."""
-        layout, (_, z2, z1) = unit.layout, unit.layout.sizes
-        exchange, grad = self._exchange(unit), unit.grad
-        assert grad is not None
+        """Bring a step's gradient to the optimizer's shard."""
         adds = summed and not self._sums_whole(unit)
-        if z1 == z2 > 1 and not adds:
-            exchange.reduce_scatter(buffer, layout.pieces(z1, 1, unit.elements), grad)
-        else:
-            part = self._scatter(unit, buffer)
-            if adds:
-                sums = self._progress[unit].sums
-                assert sums is not None
-                part.add_(sums)
-            low, _ = layout.shard(z2, unit.elements)
-            pieces = [
-                Piece(piece.rank, piece.start - low, piece.stop - low)
-                for piece in layout.pieces(z1, z2, unit.elements)
-            ]
-            exchange.reduce_scatter(part, pieces, grad)
-        exchange.all_reduce(grad, layout.replicas)
-        if self._scale != 1.0:
-            grad.mul_(self._scale)
+        sums = self._progress[unit].sums if adds else None
+        reduce(unit, self._exchange(unit), buffer, sums=sums, scale=self._scale)
 
     def _end(self) -> None:
         """The backward is through."""
@@ -315,15 +267,6 @@ class Reduction:
                 progress.job.wait()
             progress.job, progress.buffer, progress.summed = None, None, False
             progress.arrived.clear()
-        while self._busy:
-            job, buffer = self._busy.popleft()
-            job.wait()
-            self._free.append(buffer)
+        self._ring.clear()
         self._issued = {}
         self._in_backward = False
-
-
-def _clear(unit: Unit, buffer: torch.Tensor) -> None:
-    """Zero what belongs to no parameter."""
-    for start, stop in unit.gaps:
-        buffer[start:stop].zero_()

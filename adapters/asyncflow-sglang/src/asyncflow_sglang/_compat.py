@@ -30,9 +30,9 @@ def check_version(version: str, *, server: str) -> None:
     allowed = f">={_text(OLDEST)},<{_text(_NEXT)}"
     if parts < OLDEST:
         raise EngineError(
-            f"{server} runs SGLang {version or 'of unknown version'}, allowed: {allowed}; older ones "
-            f"have no weight-update sessions (begin_weight_update) and do not say which tokens came "
-            f"from which weights; upgrade the server: pip install 'sglang{allowed}'",
+            f"{server} runs SGLang {version or 'of unknown version'}, allowed: {allowed}; older "
+            f"ones have no weight-update sessions (begin_weight_update) and do not say which "
+            f"tokens came from which weights; upgrade the server: pip install 'sglang{allowed}'",
             service=server,
         )
     if parts >= _NEXT:

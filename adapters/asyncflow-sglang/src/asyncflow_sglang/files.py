@@ -114,7 +114,9 @@ def renamed(tensors: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> li
     aliases = {alias for spec in tensors for alias in spec.aliases}
     found = [replace(spec, name=_known_name(spec, known)) for spec in tensors]
     names = {spec.name for spec in found}
-    check_tensors(found, [spec for spec in expected if spec.name in names or spec.name not in aliases])
+    check_tensors(
+        found, [spec for spec in expected if spec.name in names or spec.name not in aliases]
+    )
     return found
 
 
@@ -132,9 +134,7 @@ class Writer:
         self._manifest = manifest
         self._names = {
             spec.name: new.name
-            for spec, new in zip(
-                manifest.tensors, renamed(manifest.tensors, expected), strict=True
-            )
+            for spec, new in zip(manifest.tensors, renamed(manifest.tensors, expected), strict=True)
         }
         self._missing = {spec.name: replace(spec, offset=0) for spec in manifest.tensors}
         self._path = Path(tempfile.mkdtemp(prefix=f"v{manifest.version}-", dir=root))
@@ -174,7 +174,7 @@ class Writer:
         with (self._path / f"model-{self._files:05}.safetensors").open("wb") as file:
             file.write(_LENGTH.pack(len(text)) + text)
             for _, data in self._waiting:
-                file.write(memoryview(data))
+                file.write(data.data)
         self._waiting, self._bytes = [], 0
 
     def finish(self) -> Held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -77,7 +77,9 @@ class Http:
             return None
         return json.loads(text)
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """What the server sends, event by event, to its end.
 
         Closing the iterator closes the connection, which ends the request on the server.
@@ -119,7 +121,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 @contextlib.contextmanager
-def _crossing(url: str, path: str, timeout_s: float | None) -> Any:
+def _crossing(url: str, path: str, timeout_s: float | None) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:

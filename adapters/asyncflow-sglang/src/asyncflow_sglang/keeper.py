@@ -32,7 +32,7 @@ def main(command: list[str]) -> int:
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_die_with_parent,  # noqa: PLW1509 - no thread runs yet
+        preexec_fn=_die_with_parent,
     )
 
     def watch() -> None:

@@ -77,8 +77,7 @@ def expected(held: Held) -> dict[str, str]:
 def _digest(held: Held, names: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name in names:
-        data = held.read(name)
-        digest.update(memoryview(data))
+        digest.update(held.read(name).data)
     if names[0] in _VOCABULARY:
         rows = held.tensors[names[0]].shape[0]
         row_bytes = held.tensors[names[0]].nbytes // max(rows, 1)

@@ -37,21 +37,20 @@ async def check_definition(http: Http, prompt: list[int], *, timeout_s: float) -
 
     A server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 leaves the temperature out.
     """
-    plain, hot = [
-        await _likeliest(http, prompt, temperature, timeout_s) for temperature in (1.0, 4.0)
-    ]
+    plain, hot = [await _likeliest(http, prompt, t, timeout_s) for t in (1.0, 4.0)]
     # The likeliest token's log-prob falls as the temperature rises, unless it is certain anyway.
     if plain == hot and plain < -1e-6:
         raise EngineError(
-            f"{http.url} gives the same log-prob {plain:g} at temperature 1 and 4: it reports those "
-            f"of the plain logits; start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
+            f"{http.url} gives the same log-prob {plain:g} at temperature 1 and 4: it reports "
+            f"those of the plain logits; start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
             service=http.url,
         )
 
 
 async def _likeliest(http: Http, prompt: list[int], temperature: float, timeout_s: float) -> float:
-    reply = await _ask(http, prompt, {"temperature": temperature, "top_k": 1}, timeout_s)
-    return float(reply["meta_info"]["output_token_logprobs"][0][0])
+    sampling = {"temperature": temperature}
+    reply = await _ask(http, prompt, sampling, timeout_s, top_logprobs_num=1)
+    return float(reply["meta_info"]["output_top_logprobs"][0][0][0])
 
 
 async def difference(
@@ -100,10 +99,10 @@ def reference(held: Held, model: str, prompt: list[int]) -> NDArray[np.float64]:
     from asyncflow_sglang.tensors import tensor
 
     config = AutoConfig.from_pretrained(model)
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     state = {name: tensor(held, spec) for name, spec in held.tensors.items()}
     missing, unexpected = network.load_state_dict(state, strict=False)
-    network.tie_weights()
+    network.eval().tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise EngineError(
             f"transformers' model of {model} differs from the weights: missing {missing}, "

@@ -33,7 +33,8 @@ __all__ = ["Running", "Server"]
 _log = logging.getLogger(__name__)
 _CALL_S = 30.0
 """Deadline of small control calls: pause, continue, abort."""
-_ABORT_AGAIN_S = 2.0
+_ABORT_S = 5.0
+_HANG_UP_S = 2.0
 _SETTLE_S = 0.1
 
 
@@ -44,13 +45,15 @@ class Running:
     Attributes:
         trajectory: the whole request.
         segment: what this server made of it.
-        switches: how often the server's weights had changed when it began.
+        label: of the weights the server had when it began.
+        switches: how often these had changed by then.
         task: reads its tokens.
         lost: the server lost it; its tokens so far count only if no switch came between.
     """
 
     trajectory: Trajectory
     segment: Segment
+    label: str
     switches: int
     task: asyncio.Task[None] | None = None
     lost: str = ""
@@ -73,6 +76,7 @@ class Server:
         http: its address.
         options: of the rollout.
         labels: names of versions.
+        vocab: size of the vocabulary.
         process: makes its process; None for one that runs already.
         wanted: the weights it should serve, None for those it came with.
         changed: called when it may take requests, or may no longer.
@@ -85,6 +89,7 @@ class Server:
         *,
         options: SGLangOptions,
         labels: Labels,
+        vocab: int,
         process: Callable[[], ServerProcess] | None,
         wanted: Callable[[], Held | None],
         changed: Callable[[Server], None],
@@ -93,6 +98,8 @@ class Server:
         self.http = http
         self.health = Health(time.monotonic())
         self.facts = Facts()
+        self.greeted = False
+        self.fatal: AsyncFlowError | None = None
         self.control = asyncio.Lock()
         self.running: dict[str, Running] = {}
         self.tokens = 0
@@ -101,6 +108,7 @@ class Server:
         self.paused = False
         self._options = options
         self._labels = labels
+        self._vocab = vocab
         self._make_process = process
         self._process: ServerProcess | None = None
         self._starts = 0
@@ -109,6 +117,7 @@ class Server:
         self._pusher = Pusher(http, options)
         self._switches = 0
         self._switching = False
+        self._defined = False
         self._last_token = time.monotonic()
         self._nudge = asyncio.Event()
 
@@ -140,6 +149,17 @@ class Server:
     def ready(self) -> bool:
         """Whether it may take requests."""
         return self.health.state is State.READY and not self._switching and not self.paused
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be given weights now, while requests run on it."""
+        return self.health.state is State.READY
+
+    def foreign(self, spans: list[tuple[str, int]]) -> None:
+        """It served weights that are not of this rollout."""
+        self.health.doubted(f"it made tokens with the weights {spans}", time.monotonic())
+        self._changed(self)
+        self._nudge.set()
 
     @property
     def gone(self) -> bool:
@@ -189,10 +209,10 @@ class Server:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if self.health.state is State.STARTING and self._process is not None:
-            if now - self.health.now > self._options.start_timeout_s:
-                waited = f"it did not answer within {self._options.start_timeout_s:g} s"
-                self.health.lost(f"{waited}; {self._process.last_lines()}", now)
+        age, limit = now - self.health.now, self._options.start_timeout_s
+        if self.health.state is State.STARTING and self._process is not None and age > limit:
+            lines = self._process.last_lines()
+            self.health.lost(f"it did not answer within {limit:g} s; {lines}", now)
         quiet = now - self._last_token
         if self.running and self.ready and quiet > self._options.stall_s:
             self.health.lost(
@@ -205,6 +225,7 @@ class Server:
         self._changed(self)
         self.cut(self.health.reason)
         self.paused = False
+        self._defined = False
         self._pusher.forget()
         if self._process is None:
             return
@@ -224,7 +245,9 @@ class Server:
                     await self._replace(held, keep_running=False)
                 else:
                     await self._adopt()
+                self.fatal = None
             except (RefusedError, UnreachableError, AsyncFlowError) as error:
+                self.fatal = error if isinstance(error, AsyncFlowError) else None
                 _log.warning("%s cannot be brought up: %s", self.name, error)
                 self.health.doubted(f"it cannot be brought up: {error}", time.monotonic())
         self._changed(self)
@@ -242,15 +265,14 @@ class Server:
             )
         ranks = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
         self.facts = Facts({**info, **state}, int(info["max_req_input_len"]), ranks)
-        prompt = probe.fixed_prompt(layout.vocabulary_of(self._options.model), self.input_tokens)
-        if self.paused:
+        if not self._defined:  # later it may stand paused, with half a version in it
             await self._continue()
-        await probe.check_definition(self.http, prompt, timeout_s=self._options.update_timeout_s)
+            limit = self._options.update_timeout_s
+            await probe.check_definition(self.http, self._prompt(), timeout_s=limit)
+            self._defined = self.greeted = True
 
-    @property
-    def input_tokens(self) -> int:
-        """Longest input it takes."""
-        return self.facts.input_tokens
+    def _prompt(self) -> list[int]:
+        return probe.fixed_prompt(self._vocab, self.facts.input_tokens)
 
     async def _adopt(self) -> None:
         """Take the weights it came with for version 0."""
@@ -271,10 +293,10 @@ class Server:
     async def serve(self, trajectory: Trajectory) -> Segment:
         """Let it go on with a request; what it made of it, unfinished if it lost it."""
         rid = uuid.uuid4().hex
-        running = Running(trajectory, Segment(), self._switches)
-        self.running[rid] = running
-        if len(self.running) == 1:
+        running = Running(trajectory, Segment(), self.health.label or "", self._switches)
+        if not self.running:
             self._last_token = time.monotonic()
+        self.running[rid] = running
         running.task = asyncio.create_task(self._read(rid, running))
         try:
             await asyncio.wait({running.task})
@@ -291,7 +313,7 @@ class Server:
     async def _read(self, rid: str, running: Running) -> None:
         body = running.trajectory.body(
             rid,
-            self.health.label or "",
+            running.label,
             seeds=bool(self.facts.args.get("enable_deterministic_inference")),
             interval=self._options.stream_interval,
         )
@@ -299,7 +321,9 @@ class Server:
             async with contextlib.aclosing(self.http.stream("/generate", body)) as replies:
                 async for reply in replies:
                     self.tokens += running.segment.take(reply)
-                    self._last_token = time.monotonic()
+                    now = time.monotonic()
+                    self.busy_s += now - self._last_token
+                    self._last_token = now
                     if running.segment.finish is not None:
                         return
         except UnreachableError as error:
@@ -314,12 +338,8 @@ class Server:
             return Segment()
         if segment.finish is None and segment.ids:
             # Lost, and no switch since it began: all of what served then.
-            segment.spans = [(self._label_then, len(segment.ids))]
+            segment.spans = [(running.label, len(segment.ids))]
         return segment
-
-    @property
-    def _label_then(self) -> str:
-        return self._last_label
 
     def cut(self, reason: str) -> None:
         """Give all its requests back as they are."""
@@ -335,18 +355,16 @@ class Server:
 
     async def _end(self, chosen: dict[str, Running]) -> None:
         await asyncio.gather(*(self._abort(rid) for rid in chosen))
-        again = time.monotonic() + _ABORT_AGAIN_S
         while tasks := {r.task for rid, r in chosen.items() if rid in self.running and r.task}:
-            _, left = await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
-            if left and time.monotonic() >= again:
-                # The abort overtook its request, and a second one for an id is ignored: hang up.
-                for task in left:
-                    task.cancel()
+            _, left = await asyncio.wait(tasks, timeout=_HANG_UP_S)
+            # An abort that overtook its request has no effect, nor has a second one: hang up.
+            for task in left:
+                task.cancel()
             await asyncio.sleep(0)
 
     async def _abort(self, rid: str) -> None:
         with contextlib.suppress(RefusedError, UnreachableError):
-            await self.http.post("/abort_request", {"rid": rid}, timeout_s=_CALL_S)
+            await self.http.post("/abort_request", {"rid": rid}, timeout_s=_ABORT_S)
 
     # Pausing and weights.
 
@@ -358,8 +376,12 @@ class Server:
             if self.health.state is State.READY:
                 await self._post("/pause_generation", {"mode": "in_place"})
                 # Tokens made before are still on their way through the detokenizer.
-                while time.monotonic() - self._last_token < _SETTLE_S and self.running:
-                    await asyncio.sleep(_SETTLE_S / 4)
+                await self._settled()
+
+    async def _settled(self) -> None:
+        """Until no token came for a moment."""
+        while self.running and (left := self._last_token + _SETTLE_S - time.monotonic()) > 0:
+            await asyncio.sleep(left)
 
     async def resume(self) -> None:
         """Go on."""
@@ -377,6 +399,8 @@ class Server:
                 it was brought up again.
         """
         async with self.control:
+            if self.health.label == self._labels.of(held.version):
+                return  # it was brought up to it meanwhile
             self._switching = True
             self._changed(self)
             try:
@@ -421,14 +445,13 @@ class Server:
                 self.http,
                 held,
                 self._options.model,
-                probe.fixed_prompt(layout.vocabulary_of(self._options.model), self.input_tokens),
+                self._prompt(),
                 dtype=str(self.facts.args.get("dtype")),
                 timeout_s=self._options.update_timeout_s,
             )
             self._hold(held, found)
             if self.paused:
                 await self._post("/pause_generation", {"mode": "in_place"})
-        self._last_label = label
         self.health.confirmed(label, time.monotonic())
         _log.info(
             "%s serves version %d (by %s, proven by %s) after %.2f s",

@@ -30,6 +30,7 @@ __all__ = ["BroadcastGroup", "shared", "tensor", "torch_dtype"]
 # torch marks neither its stores nor its process groups as exported.
 _dist: Any = torch.distributed
 _c10d: Any = torch.distributed.distributed_c10d
+_sharing: Any = torch.multiprocessing
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -60,13 +61,13 @@ def shared(held: Held, part: Sequence[TensorSpec]) -> Iterator[str]:
     """
     tensors = [(spec.name, tensor(held, spec)) for spec in part]
     with _strategy:  # it is one setting of the whole process
-        before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        before = _sharing.get_sharing_strategy()
+        _sharing.set_sharing_strategy("file_system")
         try:
             buffer = io.BytesIO()
             ForkingPickler(buffer).dump(tensors)
         finally:
-            torch.multiprocessing.set_sharing_strategy(before)
+            _sharing.set_sharing_strategy(before)
     yield base64.b64encode(buffer.getvalue()).decode()
     del tensors
 

@@ -101,6 +101,10 @@ def _wrong_sampling(request: GenerateRequest, limits: Limits) -> str:
             not 0.0 < sampling.top_p <= 1.0
         ),
         f"top_k is {sampling.top_k}, allowed: 0 (off) or more": sampling.top_k < 0,
+        # Servers take top_k 1 for greedy, with the log-probs of temperature 1.
+        f"top_k is 1 at temperature {sampling.temperature}, allowed: 1; temperature 0 is greedy": (
+            sampling.top_k == 1 and sampling.temperature not in (0.0, 1.0)
+        ),
         f"min_p is {sampling.min_p}, allowed: 0 (off) <= min_p <= 1": (
             not 0.0 <= sampling.min_p <= 1.0
         ),
@@ -151,6 +155,12 @@ class Trajectory:
     def left(self) -> int:
         """Tokens it may still get."""
         return self.request.sampling.max_new_tokens - len(self.ids)
+
+    @property
+    def kept(self) -> int:
+        """Tokens that lived through a switch, counted at each."""
+        counts = np.array([count for _, count in self.runs], np.int64)
+        return int(counts[:-1].cumsum().sum())
 
     def body(self, rid: str, label: str, *, seeds: bool, interval: int) -> dict[str, Any]:
         """What is posted to /generate to go on.

@@ -47,6 +47,13 @@ class BlockingStore:
 
     def open(self) -> None:
         """Connect."""
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
         session = Session(self._address)
         self._clients.append(self._connect(self._address))
         self._session = session

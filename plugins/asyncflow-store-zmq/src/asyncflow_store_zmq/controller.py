@@ -10,28 +10,31 @@ import dataclasses
 import logging
 import secrets
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from asyncflow_core.batch import BatchRef, GroupKey, Key
+from asyncflow_core.batch import BatchRef, Key
 from asyncflow_core.errors import (
     AsyncFlowError,
     ServiceTimeoutError,
-    WireDecodeError,
 )
 from asyncflow_core.ledger import Admission
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.wire import Client, Method, Peer, Server
 from asyncflow_store_zmq.arena import Arena
+from asyncflow_store_zmq.calls import check_call
 from asyncflow_store_zmq.durable import Durable, first_lease
+from asyncflow_store_zmq.incoming import Incoming
 from asyncflow_store_zmq.payload import Written
 from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.shard import message
 from asyncflow_store_zmq.spec import StoreSpec
-from asyncflow_store_zmq.table import Incoming, Table
+from asyncflow_store_zmq.table import Table
 
 __all__ = ["Controller"]
 
@@ -121,22 +124,20 @@ class Controller:
     def expose(self, server: Server) -> None:
         """Offer the methods."""
         methods = {
-            name: Method(self._guarded(getattr(self, name)), message, takes_peer=True, inline=True)
+            name: Method(self._guarded(name), message, takes_peer=True, inline=True)
             for name in _METHODS
         }
         server.expose("store", methods, interface="ZmqDataStore", api_version=1)
 
-    def _guarded(self, function: Callable[[list[Any], Peer], Any]) -> Callable[..., Any]:
-        """Follow up after every call; a list of another form is the caller's fault."""
+    def _guarded(self, name: str) -> Callable[..., Any]:
+        """Check every call's form first, and follow up after it."""
+        function: Callable[[list[Any], Peer], Any] = getattr(self, name)
 
         def call(m: list[Any], peer: Peer) -> Any:
+            check_call(name, m)
             try:
                 value = function(m, peer)
                 return value if self._durable is None else self._durable.answer(value)
-            except AsyncFlowError:
-                raise
-            except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-                raise WireDecodeError(f"a call is malformed: {error}") from error
             finally:
                 self._follow()
 
@@ -177,12 +178,16 @@ class Controller:
         put = self._table.begin_put(
             peer,
             Written(*written),
-            list(map(GroupKey._make, keys.tolist())),
+            keys,
             Admission(names, samples, batch, partition, row_bytes),
-            tokens.tolist(),
-            oldest.tolist(),
+            _numbers(tokens),
+            _numbers(oldest),
         )
-        lent = self._memory(memory, peer)
+        try:
+            lent = self._memory(memory, peer)
+        except AsyncFlowError:
+            self._table.end_put(put, self._clock())
+            raise
         if self._turn.locked() or not self._table.advance_put(put):
             return self._wait_put(put, wait_s, lent)
         self._table.end_put(put, self._clock())
@@ -246,6 +251,7 @@ class Controller:
 
     def _wait_lease(self, m: list[Any], peer: Peer) -> Coroutine[Any, Any, list[Any] | None]:
         # Counted here and not in the coroutine, which begins later: a hurry may come before.
+        self._ready.setdefault(m[0], Pulse())
         return self._waited_lease(m, peer, self._hurries[peer, m[0], m[1]])
 
     async def _waited_lease(self, m: list[Any], peer: Peer, hurries: int) -> list[Any] | None:
@@ -259,8 +265,9 @@ class Controller:
 
     def hurry(self, m: list[Any], peer: Peer) -> None:
         """[task, requester]: its hand-outs that wait end, with nothing."""
-        self._hurries[peer, m[0], m[1]] += 1
-        self._ready[m[0]].fire()
+        if m[0] in self._ready:  # somebody waits, or did
+            self._hurries[peer, m[0], m[1]] += 1
+            self._ready[m[0]].fire()
 
     def find(self, m: list[Any], peer: Peer) -> list[Any]:
         """[lease, fence, rows, columns, extra]: where rows lie."""
@@ -276,8 +283,8 @@ class Controller:
             peer,
             BatchRef(lease_id, fence, tuple(rows.tolist())),
             None if written is None else Written(*written),
-            [] if tokens is None else tokens.tolist(),
-            [] if oldest is None else oldest.tolist(),
+            () if tokens is None else _numbers(tokens),
+            () if oldest is None else _numbers(oldest),
             version,
         )
         return [
@@ -438,3 +445,8 @@ class Controller:
                 del self._hurries[who]
             self._table.pool.sweep(self._clock())
             self._follow()
+
+
+def _numbers(values: NDArray[np.int32]) -> array[int]:
+    """Facts of rows, int32 [rows]."""
+    return array("i", values.tobytes())

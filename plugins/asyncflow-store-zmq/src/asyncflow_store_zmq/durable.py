@@ -12,10 +12,11 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncflow_core.errors import DataError
 from asyncflow_store_zmq import snapshot
 from asyncflow_store_zmq.arena import Arena
 from asyncflow_store_zmq.history import Replay
@@ -35,7 +36,7 @@ def first_lease(spec: StoreSpec) -> int:
     if spec.durability == "none":
         return 0
     path = Path(spec.directory) / "life"
-    life = int(path.read_text()) + 1 if path.exists() else 1
+    life = _life(path) + 1
     new = path.with_suffix(".new")
     with new.open("w") as file:
         file.write(str(life))
@@ -43,6 +44,23 @@ def first_lease(spec: StoreSpec) -> int:
         os.fsync(file.fileno())
     new.rename(path)
     return life << _LIFE_BITS
+
+
+def _life(path: Path) -> int:
+    """Lives so far; 0 in a new directory."""
+    if not path.exists():
+        if not any(path.parent.glob("journal-*")):
+            return 0
+        text = "is missing beside a journal"
+    else:
+        text = path.read_text(errors="replace")
+        if text.isascii() and text.isdigit():
+            return int(text)
+        text = f"holds {text[:20]!r} and no number"
+    raise DataError(
+        f"{path}, which counts the lives of the store, {text}; without it leases of an earlier "
+        f"life could pass for new ones. Write a number above the number of starts so far into it"
+    )
 
 
 class Durable:
@@ -67,7 +85,10 @@ class Durable:
 
     def open(self) -> None:
         """Make the table what the journal says; from here on everything is written down."""
-        records = list(self._journal.read())
+        records, places = [], []
+        for record in self._journal.read():
+            records.append(record)
+            places.append(self._journal.place)
         known: dict[int, int] = {}
         for record in records:
             if record[0] == "shards":
@@ -78,7 +99,21 @@ class Durable:
         }
         for number in sorted(lost):
             _log.warning("the memory of shard %d is gone; its rows are dropped", number)
-        Replay(self._table, frozenset(lost)).run(records)
+        told = -1
+
+        def tell() -> Iterator[list[Any]]:
+            nonlocal told
+            for told, record in enumerate(records):  # noqa: B007 - for the error
+                yield record
+
+        try:
+            Replay(self._table, frozenset(lost)).run(tell())
+        except Exception as error:
+            place = places[told] if places else self._journal.place
+            raise DataError(
+                f"{place}: a record cannot be told again ({type(error).__name__}: {error}); it was "
+                "written by another version of the store, or changed since"
+            ) from error
         self._table.log = self._write
         self._journal.rewrite([["shards", here], *snapshot.records(self._table)])
 

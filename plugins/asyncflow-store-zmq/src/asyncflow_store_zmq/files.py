@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.run_dir import RunDirectory
 
-__all__ = ["StoreDirectory"]
+__all__ = ["StoreDirectory", "clear_directory"]
 
 
 class StoreDirectory:
@@ -57,3 +57,13 @@ class StoreDirectory:
         os.close(self._lock)
         if self._own is not None:
             self._own.remove()
+
+
+def clear_directory(directory: Path) -> None:
+    """Delete what an ended store left; the count of its lives stays, so that leases differ.
+
+    Records go first: memory that no record names is nothing.
+    """
+    for pattern in ("journal-*", "*.arena"):
+        for path in directory.glob(pattern):
+            path.unlink()

@@ -9,7 +9,7 @@ A record is a plain list that begins with its kind:
     drop keys reason
     checkpoint version
     restore version
-    known, drops, segment, group                           a snapshot's, see `snapshot.py`
+    known, drops, segment, block                           a snapshot's, see `snapshot.py`
 
 Rows are named by key, for numbers are of one life only. A segment is [shard, slot, units, start,
 nbytes, rows, layout]. Numbers in bulk are little-endian bytes.
@@ -17,21 +17,36 @@ nbytes, rows, layout]. Numbers in bulk are little-endian bytes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow_core.batch import GroupKey, Key
-from asyncflow_core.ledger import Admission, Claim, row_number
+from asyncflow_core.batch import Key
+from asyncflow_core.errors import DataError
+from asyncflow_core.ledger import Admission, Claim
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_store_zmq import snapshot
 
 if TYPE_CHECKING:
-    from asyncflow_store_zmq.table import Incoming, Table
+    from asyncflow_store_zmq.incoming import Incoming
+    from asyncflow_store_zmq.table import Table
 
-__all__ = ["Replay", "commit_record", "put_record", "task_record"]
+__all__ = [
+    "Replay",
+    "admission_fields",
+    "commit_record",
+    "pack",
+    "put_record",
+    "task_record",
+    "unpack",
+]
 
+_KINDS = frozenset((
+    "shards", "task", "leave", "put", "commit", "drop", "checkpoint", "restore", "known", "drops",
+    "segment", "block",
+))  # fmt: skip
 LOST = "lost with the memory of its shard"
 
 
@@ -43,20 +58,19 @@ def task_record(spec: TaskSpec) -> list[Any]:
     ]  # fmt: skip
 
 
-def put_record(put: Incoming, segment: list[Any], entries: list[int]) -> list[Any]:
-    """Groups were stored: some rows of a segment."""
-    keys = [put.keys[entry] for entry in entries]
-    tokens = [put.tokens[entry] for entry in entries]
-    oldest = [put.oldest[entry] for entry in entries]
+def put_record(put: Incoming, segment: list[Any], stored: list[tuple[int, int]]) -> list[Any]:
+    """Groups were stored: some runs of a segment's entries."""
+    entries = np.concatenate([np.arange(first, last) for first, last in stored])
     return [
-        "put", segment, _pack(keys), admission_fields(put.admission), _pack(tokens), _pack(oldest),
-        _pack(entries),
+        "put", segment, pack(put.keys[entries]), admission_fields(put.admission),
+        pack(np.asarray(put.tokens)[entries]), pack(np.asarray(put.oldest)[entries]),
+        pack(entries),
     ]  # fmt: skip
 
 
 def commit_record(
     claim: Claim,
-    keys: Sequence[Key],
+    keys: Sequence[tuple[int, int, int, int]],
     segment: list[Any] | None,
     tokens: Sequence[int],
     oldest: Sequence[int],
@@ -65,10 +79,10 @@ def commit_record(
     """A task is done with rows."""
     held = claim.held
     return [
-        "commit", claim.task.name, _pack(keys), segment,
-        _pack([tokens[p] for p in held] if tokens else []),
-        _pack([oldest[p] for p in held] if oldest else []),
-        _pack(held), version,
+        "commit", claim.task.name, pack(keys), segment,
+        pack([tokens[p] for p in held] if tokens else []),
+        pack([oldest[p] for p in held] if oldest else []),
+        pack(held), version,
     ]  # fmt: skip
 
 
@@ -80,11 +94,13 @@ def admission_fields(admission: Admission) -> list[Any]:
     ]  # fmt: skip
 
 
-def _pack(numbers: Any) -> bytes:
+def pack(numbers: Any) -> bytes:
+    """Numbers in bulk."""
     return np.asarray(numbers, "<i8").tobytes()
 
 
-def _unpack(data: bytes) -> list[int]:
+def unpack(data: bytes) -> list[int]:
+    """Inverse of `pack`."""
     found: list[int] = np.frombuffer(data, "<i8").tolist()
     return found
 
@@ -113,9 +129,10 @@ class Replay:
         self.table.pool.begin_replay()
         self.table.log = _ignore  # so that rows wait for checkpoints as they did
         for kind, *fields in records:
-            handler = getattr(self, f"_{kind}", None)
-            if handler is not None:
-                handler(*fields)
+            if kind not in _KINDS:
+                raise DataError(f"a record is of the unknown kind {kind!r:.40}")
+            if kind != "shards":  # who reads the journal has looked at it
+                getattr(self, f"_{kind}")(*fields)
         for segment in self._segments.values():
             self.table.payload.unref(segment, 0.0)
         self.table.drop(0.0, self._gone, LOST)
@@ -151,14 +168,19 @@ class Replay:
         entries: bytes,
     ) -> None:  # fmt: skip
         columns, *rest = admission
-        groups = [GroupKey(*key) for key in _keys(keys, 3)]
         segment = self._segment_at(place)
         admitted = Admission(tuple(columns), *rest)
         self.table.put_again(
-            segment, groups, admitted, _unpack(tokens), _unpack(oldest), _unpack(entries)
+            segment,
+            np.frombuffer(keys, "<i8").reshape(-1, 3),
+            admitted,
+            array("i", unpack(tokens)),
+            array("i", unpack(oldest)),
+            unpack(entries),
         )
         if segment is None:
-            self._gone += [Key(*key, s) for key in groups for s in range(admitted.samples)]
+            groups = _keys(keys, 3)
+            self._gone += [Key(a, b, c, s) for a, b, c in groups for s in range(admitted.samples)]
         else:
             self.table.payload.unref(segment, 0.0)
 
@@ -171,18 +193,18 @@ class Replay:
             return  # the task has to do it again
         rows, found = [], []
         for position, key in enumerate(map(Key._make, _keys(keys, 4))):
-            group = self.table.ledger.find(key.group)
-            if group is not None and group.alive >> key.sample & 1:
-                rows.append(row_number(group.number, key.sample))
+            row = self.table.ledger.find(key)
+            if row is not None:
+                rows.append(row)
                 found.append(position)
-        brought, ages, written = _unpack(tokens), _unpack(oldest), _unpack(entries)
+        brought, ages, written = unpack(tokens), unpack(oldest), unpack(entries)
         self.table.commit_again(
             name,
             rows,
             segment,
             [written[p] for p in found],
-            {row: brought[p] for row, p in zip(rows, found, strict=True)} if brought else {},
-            {row: ages[p] for row, p in zip(rows, found, strict=True)} if ages else {},
+            [brought[p] for p in found] if brought else [],
+            [ages[p] for p in found] if ages else [],
             version,
         )
         if segment is not None:
@@ -208,8 +230,8 @@ class Replay:
         if segment is not None:
             self._segments[number] = segment
 
-    def _group(self, *fields: Any) -> None:
-        snapshot.group_again(self.table, self._segments, list(fields))
+    def _block(self, *fields: Any) -> None:
+        snapshot.block_again(self.table, self._segments, list(fields))
 
     def _segment_at(self, place: list[Any]) -> Any:
         return None if place[0] in self._lost else self.table.payload.take_again(place)

@@ -9,6 +9,7 @@ msgpack value a row. A *layout* says what the columns are; many segments share o
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,9 @@ __all__ = ["ColumnLayout", "Layout", "Packed", "Piece", "finish", "join", "pack"
 Bytes = NDArray[np.uint8]
 _ALIGN = 64
 _INT64 = np.dtype(np.int64)
+# Plain dtypes as numpy spells them: no objects, no records.
+_DTYPE = re.compile(r"[<>|][biufcSUmMV]\d{1,5}(\[\d{0,5}[a-zA-Z]{1,2}\])?")
+_MAX_AXES, _MAX_AXIS = 8, 1 << 40
 
 
 class ColumnLayout(NamedTuple):
@@ -72,16 +76,19 @@ class Layout:
             DataError: these bytes are no layout.
         """
         try:
-            columns = tuple(
-                ColumnLayout(str(name), str(kind), np.dtype(dtype).str, tuple(map(int, tail)))
-                for name, kind, dtype, tail in msgpack.unpackb(data)
-            )
-        except (ValueError, TypeError) as error:
+            columns = tuple(map(_column, msgpack.unpackb(data)))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise DataError(f"a layout of {len(data)} bytes cannot be read: {error}") from error
-        for column in columns:
-            if column.kind not in ("dense", "ragged", "object") or np.dtype(column.dtype).hasobject:
-                raise DataError(f"a layout has a column {column.name!r} of the form {column}")
         return cls(columns)
+
+
+def _column(fields: Any) -> ColumnLayout:
+    match fields:
+        case [str(name), "dense" | "ragged" | "object" as kind, str(dtype), [*tail]]:
+            sizes = all(type(axis) is int and 0 <= axis < _MAX_AXIS for axis in tail)
+            if sizes and len(tail) < _MAX_AXES and _DTYPE.fullmatch(dtype):
+                return ColumnLayout(name, kind, np.dtype(dtype).str, tuple(tail))
+    raise ValueError(f"{fields!r:.80} is no column")
 
 
 class Packed(NamedTuple):
@@ -190,7 +197,13 @@ def join(pieces: Sequence[Piece], name: str) -> tuple[str, NDArray[Any], NDArray
             raise DataError(f"a segment of {list(piece.layout.positions)} has no column {name!r}")
         layout = piece.layout.columns[position]
         kind = layout.kind
-        values, offsets = _cut(piece, position, layout)
+        try:
+            values, offsets = _cut(piece, position, layout)
+        except (ValueError, OverflowError) as error:
+            raise DataError(
+                f"column {name!r} ({layout}) of a segment of {len(piece.data)} bytes and "
+                f"{piece.rows} rows cannot be read: {error}"
+            ) from error
         found.extend([values] * piece.repeat)
         if offsets is not None:
             parts.extend([offsets] * piece.repeat)
@@ -214,12 +227,15 @@ def finish(kind: str, values: NDArray[Any], offsets: NDArray[np.int64] | None) -
     assert offsets is not None
     view = values.data
     ends = offsets.tolist()
-    return Column(
-        [
-            msgpack.unpackb(view[start:end], strict_map_key=False)
-            for start, end in itertools.pairwise(ends)
-        ]
-    )
+    try:
+        return Column(
+            [
+                msgpack.unpackb(view[start:end], strict_map_key=False)
+                for start, end in itertools.pairwise(ends)
+            ]
+        )
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise DataError(f"an object of a segment cannot be read: {error}") from error
 
 
 def _cut(

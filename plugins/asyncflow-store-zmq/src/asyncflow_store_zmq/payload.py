@@ -1,36 +1,35 @@
-"""Where the columns of all rows lie: segments, layouts, the places of each group. Pure."""
+"""Where the columns of all rows lie: segments, layouts, the places of each block. Pure."""
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow_core.errors import DataError
-from asyncflow_core.ledger import Group, row_number, samples_in
+from asyncflow_core.errors import BackpressureError, DataError
+from asyncflow_core.ledger import Block, row_number, runs_in
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_store_zmq.extents import Extent, ExtentPool, Segment
 from asyncflow_store_zmq.layout import ColumnLayout, Layout
-from asyncflow_store_zmq.places import ENTRY_BITS, NOWHERE, PlaceTable, entry_of, place_of
+from asyncflow_store_zmq.places import ENTRY_BITS, HEAD, NOWHERE, place_of
 
 __all__ = ["FACTS", "Handout", "Payload", "Written"]
 
 FACTS = 8
 """Lines of a hand-out's matrix before the places: row, key (4), batch, tokens, oldest version."""
-_PLAN_BITS = 10
-_MAX_PLANS = 1 << _PLAN_BITS
+_MAX_PLANS = 1024
+_MAX_LAYOUTS = 4096
 
 
 class _Plan(NamedTuple):
-    """Who writes what into a group, fixed when it is put."""
+    """Who writes what into a block, fixed when it is put."""
 
     writers: tuple[TaskSpec, ...]
-
-    def run(self, samples: int) -> int:
-        """Places beside the shared one."""
-        return samples * len(self.writers)
 
 
 class Written(NamedTuple):
@@ -72,7 +71,6 @@ class Payload:
     def __init__(self, raise_generation: Callable[[int, int], int]) -> None:
         """Nothing written."""
         self.pool = ExtentPool(raise_generation)
-        self._places = PlaceTable()
         self._segments: dict[int, Segment] = {}
         self._last_segment = 0
         self._layouts: list[Layout] = []
@@ -82,13 +80,18 @@ class Payload:
         self._plan_of: dict[str, int] = {}  # by partition, until tasks change
 
     def tasks_changed(self) -> None:
-        """Groups put from now on have other writers."""
+        """Blocks put from now on have other writers."""
         self._plan_of.clear()
 
     def layout_of(self, data: bytes) -> Layout:
         """The layout of these bytes, read once."""
         number = self._layout_numbers.get(data)
         if number is None:
+            if len(self._layouts) == _MAX_LAYOUTS:
+                raise BackpressureError(
+                    f"the store knows {_MAX_LAYOUTS} forms of batches and takes no further one; "
+                    "write the same columns in the same order"
+                )
             layout = Layout.load(data)
             self._layout_numbers[data] = number = len(self._layouts)
             self._layouts.append(layout)
@@ -111,15 +114,23 @@ class Payload:
                 )
 
     def plan(self, partition: str, tasks: Iterable[TaskSpec]) -> int:
-        """Number of the plan of groups put into a partition now."""
+        """Number of the plan of blocks put into a partition now."""
         number = self._plan_of.get(partition)
         if number is None:
             writers = (t for t in tasks if t.writes and partition in t.partitions)
-            plan = _Plan(tuple(writers))
-            if plan not in self._plans:
-                self._plans.append(plan)
-            number = self._plan_of[partition] = self._plans.index(plan)
+            number = self._plan_of[partition] = self._numbered(writers)
         return number
+
+    def _numbered(self, writers: Iterable[TaskSpec]) -> int:
+        plan = _Plan(tuple(writers))
+        if plan not in self._plans:
+            if len(self._plans) == _MAX_PLANS:
+                raise BackpressureError(
+                    f"tasks were registered in more than {_MAX_PLANS} combinations; start a new "
+                    f"store"
+                )
+            self._plans.append(plan)
+        return self._plans.index(plan)
 
     def take(self, holder: Hashable, written: Written) -> Segment:
         """A segment that lives as long as its refs, one of which is the caller's."""
@@ -157,9 +168,9 @@ class Payload:
             self._layouts[segment.layout].dump(),
         ]  # fmt: skip
 
-    def unref(self, segment: Segment, now: float) -> None:
-        """One entry of a segment is needed no more."""
-        segment.refs -= 1
+    def unref(self, segment: Segment, now: float, count: int = 1) -> None:
+        """Some entries of a segment are needed no more."""
+        segment.refs -= count
         if not segment.refs:
             del self._segments[segment.number]
             self.pool.died(segment, now)
@@ -168,83 +179,120 @@ class Payload:
         """Living ones."""
         return self._segments.values()
 
-    def add_group(self, segment: Segment | None, entry: int, plan: int, samples: int) -> int:
-        """Room for a new group, whose rows share an entry of a segment -> the group's `place`."""
+    def add_block(self, segment: Segment | None, entry: int, plan: int, groups: int) -> array[int]:
+        """Places of a new block, whose groups lie in entries of a segment from one on."""
         where = NOWHERE
         if segment is not None:
-            segment.refs += 1
+            segment.refs += groups
             where = place_of(segment.number, entry)
-        return self._places.add(where, self._plans[plan].run(samples)) << _PLAN_BITS | plan
+        return array("q", (plan, where))
 
     def record(
-        self, group: Group, sample: int, task: TaskSpec, segment: Segment, entry: int
+        self, block: Block, first: int, last: int, task: TaskSpec, segment: Segment, entry: int
     ) -> None:
-        """Note where a row's own columns lie that a task wrote; what is known already stays."""
-        plan = self._plans[group.place & (_MAX_PLANS - 1)]
-        position = _position(group, sample, plan.writers.index(task))
-        if self._places.values[position] == NOWHERE:
-            self._places.values[position] = place_of(segment.number, entry)
-            segment.refs += 1
+        """Note where a run of rows has the columns a task wrote, from an entry of a segment on.
 
-    def forget(self, group: Group, now: float, mask: int = -1) -> None:
-        """Rows (default all) need their payload no more."""
-        values, start = self._places.values, group.place >> _PLAN_BITS
-        plan = self._plans[group.place & (_MAX_PLANS - 1)]
-        samples = group.admission.samples
-        mask &= (1 << samples) - 1
-        for writer in range(len(plan.writers)):
-            for sample in samples_in(mask):
-                position = start + 1 + writer * samples + sample
-                value = values[position]
-                if value != NOWHERE:
-                    values[position] = NOWHERE
-                    self.unref(self._segments[entry_of(value)[0]], now)
-        if not group.alive:
-            if values[start] != NOWHERE:
-                self.unref(self._segments[entry_of(values[start])[0]], now)
-            self._places.free(start, plan.run(samples))
+        What is known already stays.
+        """
+        places: array[int] = block.place
+        writers = self._plans[places[0]].writers
+        if len(places) == HEAD:
+            places.extend(_nowhere(block.rows * len(writers)))
+        start = HEAD + writers.index(task) * block.rows
+        place, count = place_of(segment.number, entry), last - first
+        first, last = start + first, start + last
+        known = places[first:last]
+        missing = known.count(NOWHERE)
+        segment.refs += missing
+        if missing == count:
+            places[first:last] = array("q", range(place, place + count))
+        else:
+            for position, value in enumerate(known):
+                if value == NOWHERE:
+                    places[first + position] = place + position
 
-    def place_again(self, writers: Sequence[TaskSpec], places: Sequence[int]) -> int:
-        """A group's run of places -> the group's `place`."""
-        plan = _Plan(tuple(writers))
-        if plan not in self._plans:
-            self._plans.append(plan)
-        start = self._places.add(places[0], len(places) - 1)
-        for position, value in enumerate(places[1:], start + 1):
-            self._places.values[position] = value
-        return start << _PLAN_BITS | self._plans.index(plan)
+    def unwrite(self, block: Block, mask: int, task: TaskSpec, now: float) -> None:
+        """Rows do not have what a task wrote any more."""
+        places: array[int] = block.place
+        writers = self._plans[places[0]].writers
+        if task not in writers or len(places) == HEAD:
+            return
+        start = HEAD + writers.index(task) * block.rows
+        for first, last in runs_in(mask):
+            found = places[start + first : start + last]
+            places[start + first : start + last] = _nowhere(last - first)
+            self._unref_all(found, now)
 
-    def places_of(self, group: Group) -> tuple[list[str], list[int]]:
-        """Who writes into a group, and its run of places."""
-        plan = self._plans[group.place & (_MAX_PLANS - 1)]
-        start = group.place >> _PLAN_BITS
-        end = start + 1 + plan.run(group.admission.samples)
-        return [task.name for task in plan.writers], list(self._places.values[start:end])
+    def forget(self, block: Block, mask: int, needed: int, now: float) -> None:
+        """Rows need their payload no more; `needed` are the others of the block that do."""
+        places: array[int] = block.place
+        for start in range(HEAD, len(places), block.rows):
+            for first, last in runs_in(mask):
+                found = places[start + first : start + last]
+                places[start + first : start + last] = _nowhere(last - first)
+                self._unref_all(found, now)
+        if places[1] != NOWHERE:
+            groups = block.count_groups(mask) - block.count_groups(block.whole(mask) & needed)
+            self.unref(self._segments[places[1] >> ENTRY_BITS], now, groups)
+
+    def _unref_all(self, places: Iterable[int], now: float) -> None:
+        numbers = Counter([place >> ENTRY_BITS for place in places])
+        for number, count in numbers.items():
+            if number != NOWHERE:  # which any shift leaves as it is
+                self.unref(self._segments[number], now, count)
+
+    def place_again(self, writers: Iterable[TaskSpec], places: Sequence[int]) -> array[int]:
+        """A block's places as `places_of` told them."""
+        return array("q", (self._numbered(writers), *places))
+
+    def places_of(self, block: Block) -> tuple[list[str], list[int]]:
+        """Who writes into a block, and its places."""
+        plan, *places = block.place
+        return [task.name for task in self._plans[plan].writers], places
 
     def handout(
-        self, lease_id: int, rows: list[tuple[Group, int]], names: list[str], extra: list[str]
+        self, lease_id: int, runs: list[tuple[Block, int, int]], names: list[str], extra: list[str]
     ) -> Handout:
-        """Where some columns of some rows lie."""
-        sources, kinds = self._sources(rows, names)
-        values, columns = self._places.values, []
-        for slots in sources:
-            if slots == (-1,):
-                columns.append([values[group.place >> _PLAN_BITS] for group, _ in rows])
-            elif len(slots) == 1:
-                columns.append([values[_position(g, sample, slots[0])] for g, sample in rows])
+        """Where some columns of some rows, given as runs, lie."""
+        sources, kinds = self._sources(runs, names)
+        lines = [array("q") for _ in range(FACTS + len(sources))]
+        number, source, epoch, sequence, sample, batch, tokens, oldest, *columns = lines
+        slots = list(sources)
+        for block, first, last in runs:
+            count, rows = last - first, block.rows
+            start = row_number(block.number, first)
+            number.extend(range(start, start + count))
+            source.extend(repeat(block.origin[0], count))
+            epoch.extend(repeat(block.origin[1], count))
+            samples = block.admission.samples
+            if samples == 1:
+                groups: Iterable[int] = range(first, last)
+                sequence.extend(range(block.first + first, block.first + last))
+                sample.extend(repeat(0, count))
             else:
-                columns.append([values[_position(g, s, slots[kinds[_kind(g)]])] for g, s in rows])
-        matrix = np.empty((FACTS + len(columns), len(rows)), np.int64)
-        matrix[0] = [row_number(group.number, sample) for group, sample in rows]
-        matrix[1:4] = np.array([group.key for group, _ in rows], np.int64).T
-        matrix[4] = [sample for _, sample in rows]
-        matrix[5] = [-1 if (b := g.admission.batch) is None else b for g, _ in rows]
-        matrix[6] = [group.facts[sample] for group, sample in rows]
-        matrix[7] = [group.facts[sample - group.admission.samples] for group, sample in rows]
+                groups = [row // samples for row in range(first, last)]
+                sequence.extend([block.first + group for group in groups])
+                sample.extend([row % samples for row in range(first, last)])
+            admitted = block.admission.batch
+            batch.extend(repeat(-1 if admitted is None else admitted, count))
+            tokens.extend(block.facts[first:last].tolist())
+            oldest.extend(block.facts[rows + first : rows + last].tolist())
+            places: array[int] = block.place
+            for column, by_kind in zip(columns, slots, strict=True):
+                slot = by_kind[kinds[_kind(block)]]
+                if slot >= 0:
+                    start = HEAD + slot * rows
+                    column.extend(places[start + first : start + last])
+                elif samples == 1:
+                    column.extend(range(places[1] + first, places[1] + last))
+                else:
+                    column.extend([places[1] + group for group in groups])
+        matrix = np.empty((len(lines), len(number)), np.int64)
         used: dict[int, None] = {}
-        for number, column in enumerate(columns):
-            matrix[FACTS + number] = column
-            used.update(dict.fromkeys((matrix[FACTS + number] >> ENTRY_BITS).tolist()))
+        for position, line in enumerate(lines):
+            matrix[position] = line
+            if position >= FACTS:
+                used.update(dict.fromkeys((matrix[position] >> ENTRY_BITS).tolist()))
         segments = [self._segment_fields(number) for number in used]
         table = np.array(segments, np.int64).reshape(len(segments), 8)
         return Handout(lease_id, matrix, list(sources.values()), table, extra)
@@ -257,16 +305,16 @@ class Payload:
         )  # fmt: skip
 
     def _sources(
-        self, rows: list[tuple[Group, int]], names: list[str]
+        self, runs: list[tuple[Block, int, int]], names: list[str]
     ) -> tuple[dict[tuple[int, ...], list[str]], dict[tuple[int, tuple[str, ...]], int]]:
-        """Columns that lie together, by their slot in each kind of group; and the kinds' numbers.
+        """Columns that lie together, by their slot in each kind of block; and the kinds' numbers.
 
-        Slot -1 is what a group shares, others are the writers'. Groups differ in kind when they
+        Slot -1 is what a group shares, others are the writers'. Blocks differ in kind when they
         came with other columns, or when other tasks saw them.
         """
         kinds: dict[tuple[int, tuple[str, ...]], int] = {}
-        for group, _ in rows:
-            kinds.setdefault(_kind(group), len(kinds))
+        for block, _, _ in runs:
+            kinds.setdefault(_kind(block), len(kinds))
         sources: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             slots = tuple(self._slot(name, *kind) for kind in kinds)
@@ -282,11 +330,9 @@ class Payload:
         raise DataError(f"column {name!r} is written by no task that saw these rows")
 
 
-def _kind(group: Group) -> tuple[int, tuple[str, ...]]:
-    return group.place & (_MAX_PLANS - 1), group.admission.columns
+def _kind(block: Block) -> tuple[int, tuple[str, ...]]:
+    return block.place[0], block.admission.columns
 
 
-def _position(group: Group, sample: int, slot: int) -> int:
-    """In the table of places: of what the group shares (slot -1), or of a writer's columns."""
-    start = group.place >> _PLAN_BITS
-    return start if slot < 0 else start + 1 + slot * group.admission.samples + sample
+def _nowhere(count: int) -> array[int]:
+    return array("q", (NOWHERE,)) * count

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
-from asyncflow_core.errors import PeerLostError
+from asyncflow_core.errors import PeerLostError, error_from_code
 from asyncflow_store_zmq.files import StoreDirectory
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.spec import StoreSpec
@@ -38,6 +39,7 @@ class StoreProcesses:
         """Start the shards, then the controller.
 
         Raises:
+            AsyncFlowError: what a process says it cannot start for: keys, a damaged journal.
             ConfigError: the directory is no use, or another store uses it.
             PeerLostError: a process ended before it answered.
         """
@@ -89,7 +91,11 @@ class StoreProcesses:
                 f"the {' '.join(role)} of the data store ended at its start with status {status}; "
                 f"its last words are in this process's error output"
             )
-        return line.decode().strip()
+        said = line.decode().strip()
+        if said.startswith("["):
+            await child.wait()
+            raise error_from_code(*json.loads(said))
+        return said
 
     async def add_shard(self) -> str:
         """Start one more shard, the next in number; where it answers."""

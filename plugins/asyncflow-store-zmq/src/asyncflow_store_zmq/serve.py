@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 
+from asyncflow_core.errors import AsyncFlowError
 from asyncflow_core.wire import Server
 from asyncflow_store_zmq.controller import Controller
 from asyncflow_store_zmq.shard import Shard
@@ -35,10 +37,21 @@ def main() -> int:
     role, *rest = sys.argv[1:]
     try:
         asyncio.run(_controller(spec) if role == "controller" else _shard(spec, int(rest[0])))
+    except AsyncFlowError as error:
+        _say(json.dumps([error.code, str(error)]))
+        _log.error("the %s of a store ends: %s", role, error)
+        return 1
     except Exception:  # noqa: BLE001 - logged in full; whoever started it sees its end
         _log.exception("the %s of a store failed", role)
         return 1
     return 0
+
+
+def _say(line: str) -> None:
+    """To who started it: the address, or why there is none."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 def _end_with_the_starter() -> None:
@@ -73,9 +86,7 @@ async def _serve(server: Server) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with server:
-        with contextlib.suppress(BrokenPipeError):
-            sys.stdout.write(server.address + "\n")
-            sys.stdout.flush()
+        _say(server.address)
         await stop.wait()
 
 

@@ -9,9 +9,11 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asyncflow_core.wire import KeyPair, Server, load_allowed, split_key
+from asyncflow_core.wire import Heartbeat, KeyPair, Server, load_allowed, split_key
 
 __all__ = ["StoreSpec"]
+
+_PATIENT = Heartbeat(timeout_s=7 * 24 * 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ class StoreSpec:
             token=self.token,
             keys=self.key_pair(),
             allow=load_allowed(self.allow) if self.allow else (),
+            # A client on this machine that is silent is stopped, not lost: it may go on, and its
+            # leases tell others how long they wait for it.
+            heartbeat=_PATIENT if address.startswith("ipc://") else None,
         )
 
     def key_pair(self) -> KeyPair | None:

@@ -26,6 +26,7 @@ from asyncflow_core.services.data_store import (
     TaskSpec,
 )
 from asyncflow_core.wire import Client, KeyPair
+from asyncflow_store_zmq.files import clear_directory
 from asyncflow_store_zmq.memory import Call, Steps
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.processes import StoreProcesses
@@ -75,7 +76,14 @@ class ZmqDataStore(DataStore):
         self._waiting: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
-        """Start the store, if need be, and connect."""
+        """Start the store, if need be, and connect; what was started ends if that fails."""
+        try:
+            await self._open()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _open(self) -> None:
         if self._options.keys is not None:
             self._keys = KeyPair.load(self._options.keys)
         if not self._options.connect:
@@ -249,6 +257,15 @@ class ZmqDataStore(DataStore):
         """See `SupportsDurability.restore`."""
         count: int = await self._run(self._opened.restore(version))
         return count
+
+    async def clear(self) -> None:
+        """See `SupportsDurability.clear`: its processes end, its files go, and it starts anew."""
+        if self.processes is None:
+            raise ConfigError("a store is cleared by who started it; this is a client of it")
+        await self.aclose()
+        if self._options.directory is not None:
+            await asyncio.to_thread(clear_directory, self._options.directory)
+        await self.open()
 
     async def stats(self, *, drops_after: int = 0, wait_s: float = 0.0) -> StoreStats:
         """See `DataStore.stats`; `bytes` counts segments, with their offsets."""

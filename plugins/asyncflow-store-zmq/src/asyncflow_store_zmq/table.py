@@ -8,45 +8,40 @@ The controller process wraps this in sockets (`controller.py`); payload never pa
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from asyncflow_core.batch import BatchRef, GroupKey, Key
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow_core.batch import BatchRef, Key
 from asyncflow_core.errors import ConfigError, DataError, LeaseLostError
 from asyncflow_core.ledger import (
     Admission,
+    Block,
     Claim,
-    Group,
     LeasePolicy,
     Ledger,
-    locate,
-    row_number,
-    samples_in,
+    positions_in,
+    runs_in,
+    runs_of,
+    span,
 )
 from asyncflow_core.schema import PER_TOKEN
 from asyncflow_core.services.data_store import CommitResult, Order, StoreStats, TaskSpec
 from asyncflow_store_zmq import history
 from asyncflow_store_zmq.extents import Segment
+from asyncflow_store_zmq.incoming import Incoming, key_runs, stretches
+from asyncflow_store_zmq.lineage import Lineage, made_of_groups
 from asyncflow_store_zmq.payload import Handout, Payload, Written
 from asyncflow_store_zmq.retained import Retained
 
-__all__ = ["Incoming", "Table"]
+__all__ = ["Table"]
 
+VOID = "void: asked for in an earlier life of the run"
 _BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
-
-
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """A put on its way in; `position` is the first group not yet stored."""
-
-    keys: list[GroupKey]
-    admission: Admission
-    tokens: list[int]
-    oldest: list[int]
-    segment: Segment
-    position: int = 0
-    stored: int = 0
 
 
 class Table:
@@ -58,6 +53,7 @@ class Table:
         log: takes what must not be forgotten, in order, as plain lists; None forgets. Records are
             read back by `history.Replay`.
         retained: what waits for a checkpoint, where there is a log.
+        lineage: which version generated what, where there is a log.
         ready: tasks whose waiters should try again; room: producers should; dropped: watchers.
     """
 
@@ -86,6 +82,7 @@ class Table:
         self._tasks: dict[str, TaskSpec] = {}
         self.log: Callable[[list[Any]], None] | None = None
         self.retained = Retained()
+        self.lineage = Lineage()
         self.ready: set[str] = set()
         self.room = False
         self.dropped = False
@@ -114,10 +111,10 @@ class Table:
         self,
         holder: Hashable,
         written: Written,
-        keys: list[GroupKey],
+        keys: NDArray[np.int64],
         admission: Admission,
-        tokens: list[int],
-        oldest: list[int],
+        tokens: array[int],
+        oldest: array[int],
     ) -> Incoming:
         """Check a put and take hold of its memory; `advance_put` stores its groups.
 
@@ -126,45 +123,53 @@ class Table:
             BackpressureError: a group is larger than the whole store.
         """
         layout = self.payload.layout_of(written.layout)
-        if not len(keys) == len(tokens) == len(oldest) == written.rows:
-            raise DataError(f"a put of {written.rows} rows came with {len(keys)} keys")
+        if keys.shape != (written.rows, 3) or not len(keys) == len(tokens) == len(oldest):
+            raise DataError(
+                f"a put of {written.rows} groups came with keys of shape {keys.shape}, "
+                f"{len(tokens)} and {len(oldest)} facts"
+            )
         self.payload.agree(layout)
-        if not all(map(self.ledger.known, keys)):
+        left = deque(key_runs(keys))
+        known = self.ledger.known_keys()
+        if any(next(known.unknown_in(key, count), None) for _, key, count in left):
             self.ledger.check_admission(admission)
             self.ledger.fits(admission)
-        return Incoming(keys, admission, tokens, oldest, self.payload.take(holder, written))
+        segment = self.payload.take(holder, written)
+        return Incoming(keys, admission, tokens, oldest, segment, left)
 
     def advance_put(self, put: Incoming) -> bool:
         """Store groups as far as there is credit; True when all are dealt with."""
-        ledger, segment, admission = self.ledger, put.segment, put.admission
+        ledger, admission = self.ledger, put.admission
         plan = self.payload.plan(admission.partition, self._tasks.values())
         known = ledger.known_keys()
-        room: int | None = None
-        intake, first, entries = None, put.position, []
-        for position in range(put.position, len(put.keys)):
-            key = put.keys[position]
-            if key not in known:
-                room = ledger.room(admission) if room is None else room
-                if room == 0:
-                    break
-                room -= 1
-                if intake is None:
-                    intake = ledger.intake(admission)
-                place = self.payload.add_group(segment, position, plan, admission.samples)
-                oldest = put.oldest[position]
-                intake.put(
-                    key,
-                    tokens=put.tokens[position],
-                    oldest=None if oldest < 0 else oldest,
-                    place=place,
-                )
-                put.stored += 1
-                entries.append(position)
-            put.position += 1
-        if self.log is not None and entries:
-            self.log(history.put_record(put, self.payload.describe(segment), entries))
-        self.ready |= ledger.take_effects().ready if put.position > first else set()
-        return put.position == len(put.keys)
+        intake, stored = None, []
+        while put.left:
+            entry, key, count = put.left.popleft()
+            new = next(known.unknown_in(key, count), None)
+            if new is None:
+                continue
+            room = ledger.room(admission)
+            intake = intake or ledger.intake(admission)
+            first = new[0]
+            last = min(new[1], first + min(room, intake.most))
+            start = entry + first - key.sequence
+            end = start + last - first
+            if start < end:
+                place = self.payload.add_block(put.segment, start, plan, end - start)
+                begin = key._replace(sequence=first)
+                intake.put(begin, put.tokens[start:end], put.oldest[start:end], place)
+                stored.append((start, end))
+            rest = key.sequence + count - last
+            if rest:
+                put.left.appendleft((end, key._replace(sequence=last), rest))
+            if start == end:
+                break
+        if stored:
+            put.stored += sum(end - start for start, end in stored)
+            if self.log is not None:
+                self.log(history.put_record(put, self.payload.describe(put.segment), stored))
+            self.ready |= ledger.take_effects().ready
+        return not put.left
 
     def end_put(self, put: Incoming, now: float) -> None:
         """Let go of its memory: what no stored group needs is free."""
@@ -182,8 +187,10 @@ class Table:
         extra = []
         if "response_ids" not in spec.reads + spec.writes and _BY_RESPONSE & set(spec.writes):
             extra = ["response_ids"]  # its lengths check what will be written
-        rows = [(group, sample) for group, mask in grant.picks for sample in samples_in(mask)]
-        return self.payload.handout(grant.lease_id, rows, [*spec.reads, *extra], extra)
+        runs = [
+            (block, first, last) for block, mask in grant.picks for first, last in runs_in(mask)
+        ]
+        return self.payload.handout(grant.lease_id, runs, [*spec.reads, *extra], extra)
 
     def find(
         self, now: float, ref: BatchRef, columns: Sequence[str], extra: Sequence[str]
@@ -207,9 +214,8 @@ class Table:
                 f"{gone} of {len(ref.rows)} rows of lease {ref.lease_id} were dropped or are "
                 f"committed and cannot be read; release the rest and lease again"
             )
-        found = [locate(row) for row in ref.rows]
-        rows = [(self.ledger.group(number), sample) for number, sample in found]
-        return self.payload.handout(ref.lease_id, rows, [*columns, *extra], list(extra))
+        runs = [(self.ledger.block(n), first, last) for n, first, last in runs_of(ref.rows)]
+        return self.payload.handout(ref.lease_id, runs, [*columns, *extra], list(extra))
 
     def inspect(self, now: float, ref: BatchRef) -> Claim:
         """What the lease still holds."""
@@ -226,8 +232,8 @@ class Table:
         holder: Hashable,
         ref: BatchRef,
         written: Written | None,
-        tokens: list[int],
-        oldest: list[int],
+        tokens: Sequence[int],
+        oldest: Sequence[int],
         version: int | None,
     ) -> CommitResult:
         """See `DataStore.commit`."""
@@ -238,29 +244,22 @@ class Table:
             claim = Claim(task, ())  # nothing to write: the commit itself looks at the rows
         else:
             claim = self.inspect(now, ref)
-        segment = self._written(holder, claim, len(ref.rows), written)
+        segment = self._written(holder, claim, len(ref.rows), written, tokens, oldest)
         try:
             if segment is not None and written is not None:
                 self.payload.agree(self.payload.layout_of(written.layout))
-                for position in claim.held:
-                    number, sample = locate(ref.rows[position])
-                    group = self.ledger.group(number)
-                    self.payload.record(group, sample, claim.task, segment, position)
+                self._record(claim.task, ref.rows, claim.held, segment)
             if self.log is not None:
                 rows = [ref.rows[position] for position in claim.held]
                 self.note_trained(claim.task, rows, version)
+                self.note_generated(
+                    claim.task, rows, [tokens[p] for p in claim.held] if tokens else [], version
+                )
                 place = None if segment is None else self.payload.describe(segment)
                 record = history.commit_record(
-                    claim, [self.ledger.key_of(row) for row in rows], place, tokens, oldest, version
+                    claim, self._keys_of(rows), place, tokens, oldest, version
                 )
-            result = self.ledger.commit(
-                now,
-                ref,
-                tokens=dict(zip(ref.rows, tokens, strict=True)) if tokens else None,
-                oldest={r: None if v < 0 else v for r, v in zip(ref.rows, oldest, strict=True)}
-                if oldest
-                else None,
-            )
+            result = self.ledger.commit(now, ref, tokens=tokens, oldest=oldest)
             self._follow(now)
             if self.log is not None and claim.held:
                 self.log(record)
@@ -269,9 +268,32 @@ class Table:
                 self.payload.unref(segment, now)
         return result
 
+    def _record(
+        self, task: TaskSpec, rows: Sequence[int], entries: Sequence[int], segment: Segment
+    ) -> None:
+        """Rows at `entries` of a reference have columns at the same entries of a segment."""
+        for number, first, last, entry in stretches([rows[entry] for entry in entries], entries):
+            self.payload.record(self.ledger.block(number), first, last, task, segment, entry)
+
+    def _keys_of(self, rows: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        return [
+            key
+            for number, first, last in runs_of(rows)
+            for key in self.ledger.block(number).keys(first, last)
+        ]
+
     def _written(
-        self, holder: Hashable, claim: Claim, rows: int, written: Written | None
+        self,
+        holder: Hashable,
+        claim: Claim,
+        rows: int,
+        written: Written | None,
+        tokens: Sequence[int],
+        oldest: Sequence[int],
     ) -> Segment | None:
+        for facts in (tokens, oldest):
+            if facts and len(facts) != rows:
+                raise DataError(f"a commit of {rows} rows came with {len(facts)} facts")
         names = () if written is None else tuple(self.payload.layout_of(written.layout).positions)
         count = rows if written is None else written.rows
         if set(names) != set(claim.task.writes) or count != rows:
@@ -285,9 +307,20 @@ class Table:
     def note_trained(self, task: TaskSpec, rows: Sequence[int], version: int | None) -> None:
         """A trainer is done with rows: they wait for a checkpoint."""
         if task.order is Order.STEP and version is not None:
-            for row in rows:
-                number, sample = locate(row)
-                self.retained.trained(number, sample, version)
+            for number, first, last in runs_of(rows):
+                self.retained.note(number, span(first, last), version)
+
+    def note_generated(
+        self, task: TaskSpec, rows: Sequence[int], tokens: Sequence[int], version: int | None
+    ) -> None:
+        """Rows have responses, whose newest token is of `version`."""
+        if task.order is not Order.ADMITTED or version is None or not tokens:
+            return
+        done = 0
+        for number, first, last in runs_of(rows):
+            brought = tokens[done : done + last - first]
+            self.lineage.note(self.ledger.block(number), first, brought, version)
+            done += last - first
 
     def release(self, now: float, ref: BatchRef) -> None:
         """See `DataStore.release`."""
@@ -317,26 +350,54 @@ class Table:
 
     def checkpoint(self, now: float, version: int) -> None:
         """See `SupportsDurability.checkpoint`."""
-        for group in self.retained.checkpoint(version):
-            self.payload.forget(group, now)
+        for block, rows, kept in self.retained.checkpoint(version):
+            self._forget(block, rows, block.alive | kept, now)
         self._log(["checkpoint", version])
 
     def restore(self, now: float, version: int) -> int:
         """See `SupportsDurability.restore`."""
-        count = 0
+        if version < self.retained.version:
+            raise DataError(
+                f"rows cannot be brought back to version {version}: the model was saved at version "
+                f"{self.retained.version}, so what trained it is gone"
+            )
         trainers = [task.name for task in self._tasks.values() if task.order is Order.STEP]
-        for group, mask in self.retained.take_above(version):
-            self.ledger.revive(group, mask, dict.fromkeys(trainers, 0))
-            count += mask.bit_count()
-        for group in self.ledger.groups():
-            rows = [
-                row_number(group.number, sample)
-                for sample in self.retained.forget_above(group.number, version)
-            ]
-            for name in trainers if rows else ():
-                count += self.ledger.undo(name, rows)
+        count = 0
+        for block, rows in self.retained.take_above(version):
+            self.ledger.revive(block, rows, dict.fromkeys(trainers, 0))
+            count += rows.bit_count()
+        outside: list[Key] = []
+        for block in self.ledger.blocks():
+            if block.batch is None:
+                outside += map(block.key_at, positions_in(block.alive))
+            else:
+                count += self._go_back(block, version, now)
+        self.ledger.drop(outside, reason=VOID)
         self._follow(now)
         self._log(["restore", version])
+        return count
+
+    def _go_back(self, block: Block, version: int, now: float) -> int:
+        """What later versions did to a block is void; how many rows are not trained any more."""
+        self.retained.forget_above(block.number, version)
+        mask = block.alive
+        for rows in self.retained.trained.get(block.number, {}).values():
+            mask &= ~rows
+        void = self.lineage.void(block.number, mask, version)
+        of_groups = made_of_groups(self._tasks.values()) if void else set()
+        count = 0
+        for task in [view.task.spec for view in block.views]:
+            undone = void
+            if not task.writes:
+                undone = mask
+            elif task.name in of_groups:
+                undone = block.whole(void) & mask
+            again = self.ledger.undo(task.name, block, undone)
+            self.payload.unwrite(block, undone, task, now)
+            count += again if task.order is Order.STEP else 0
+        for row in positions_in(void):
+            block.facts[row] -= self.lineage.tokens[block.number][row]
+            block.facts[row - block.rows] = -1
         return count
 
     def advance(self, now: float) -> None:
@@ -354,23 +415,27 @@ class Table:
     def put_again(
         self,
         segment: Segment | None,
-        keys: Sequence[GroupKey],
+        keys: NDArray[np.int64],
         admission: Admission,
-        tokens: Sequence[int],
-        oldest: Sequence[int],
+        tokens: array[int],
+        oldest: array[int],
         entries: Sequence[int],
     ) -> None:
         """Groups that were stored; without a segment, their payload is gone."""
         plan = self.payload.plan(admission.partition, self._tasks.values())
         intake = self.ledger.intake(admission)
-        for key, brought, age, entry in zip(keys, tokens, oldest, entries, strict=True):
-            place = self.payload.add_group(segment, entry, plan, admission.samples)
-            intake.put(
-                key,
-                tokens=brought,
-                oldest=None if age < 0 else age,
-                place=place,
-            )
+        for start, key, count in key_runs(keys):
+            done = 0
+            while done < count:
+                first, entry = start + done, entries[start + done]
+                last = first + 1
+                limit = first + min(count - done, intake.most)
+                while last < limit and entries[last] == entry + last - first:
+                    last += 1
+                place = self.payload.add_block(segment, entry, plan, last - first)
+                begin = key._replace(sequence=key.sequence + done)
+                intake.put(begin, tokens[first:last], oldest[first:last], place)
+                done += last - first
 
     def commit_again(
         self,
@@ -378,33 +443,40 @@ class Table:
         rows: Sequence[int],
         segment: Segment | None,
         entries: Sequence[int],
-        tokens: Mapping[int, int],
-        oldest: Mapping[int, int],
+        tokens: Sequence[int],
+        oldest: Sequence[int],
         version: int | None,
     ) -> None:
         """Rows that a task was done with."""
         task = self._tasks[name]
         if segment is not None:
-            for row, entry in zip(rows, entries, strict=True):
-                number, sample = locate(row)
-                self.payload.record(self.ledger.group(number), sample, task, segment, entry)
+            for number, first, last, entry in stretches(rows, entries):
+                self.payload.record(self.ledger.block(number), first, last, task, segment, entry)
         self.note_trained(task, rows, version)
-        ages = {row: None if age < 0 else age for row, age in oldest.items()}
-        self.ledger.redo(name, rows, tokens=tokens, oldest=ages)
+        self.note_generated(task, rows, tokens, version)
+        self.ledger.redo(name, rows, tokens=tokens, oldest=oldest)
         self._follow(0.0)
 
-    def group_again(
-        self, group: Group, done: Mapping[str, int], trained: Mapping[int, int]
+    def block_again(
+        self,
+        block: Block,
+        alive: int,
+        kept: int,
+        done: Mapping[str, int],
+        trained: dict[int, int],
+        made: dict[int, int],
+        tokens: array[int],
     ) -> None:
-        """A group of a snapshot: living, or kept for a checkpoint."""
-        if group.alive:
-            number = self.ledger.revive(group, group.alive, done).number
-            if trained:
-                self.retained.versions[number].update(trained)
-        else:
-            group.number = -len(self.retained.groups) - 1  # no living group has it
-            self.retained.versions[group.number].update(trained)
-            self.retained.groups[group.number] = group
+        """A block of a snapshot: rows that live, and rows kept for a checkpoint."""
+        self.ledger.adopt(block)
+        if made:
+            self.lineage.made[block.number], self.lineage.tokens[block.number] = made, tokens
+        if trained:
+            self.retained.trained[block.number] = trained
+        if kept:
+            self.retained.kept[block.number] = block, kept
+        if alive:
+            self.ledger.revive(block, alive, done)
         self._follow(0.0)
 
     def tasks(self) -> Iterable[TaskSpec]:
@@ -425,12 +497,16 @@ class Table:
         if not effects.gone:
             return
         self.room = True
-        for group, mask in effects.gone:
-            self._free(group, mask, now)
+        gone: dict[Block, int] = {}
+        for block, mask in effects.gone:
+            gone[block] = gone.get(block, 0) | mask
+        for block, mask in gone.items():
+            kept = 0 if self.log is None else self.retained.keep(block, mask)
+            needed = block.alive | self.retained.rows_of(block.number)
+            if mask & ~kept:
+                self._forget(block, mask & ~kept, needed, now)
 
-    def _free(self, group: Group, mask: int, now: float) -> None:
-        if self.log is None:
-            self.payload.forget(group, now, mask)
-        elif not group.alive and not self.retained.keep(group):
-            # What is kept for a checkpoint is kept by the group.
-            self.payload.forget(group, now)
+    def _forget(self, block: Block, mask: int, needed: int, now: float) -> None:
+        self.payload.forget(block, mask, needed, now)
+        if not needed:
+            self.lineage.forget(block.number)

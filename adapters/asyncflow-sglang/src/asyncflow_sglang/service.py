@@ -1,0 +1,506 @@
+"""The `sglang` rollout as a service: one replica of AsyncFlow, one to many servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from asyncflow_core.batch import Key
+from asyncflow_core.errors import (
+    AsyncFlowError,
+    DataError,
+    EngineError,
+    PeerLostError,
+    ServiceClosedError,
+    ServiceError,
+    ServiceTimeoutError,
+    UnsupportedCapabilityError,
+)
+from asyncflow_core.parts import PartContext
+from asyncflow_core.services.rollout import (
+    Completion,
+    GenerateRequest,
+    Rollout,
+    RolloutStats,
+    StagedWeights,
+    SwitchMode,
+)
+from asyncflow_core.services.weight_sync import WeightSource
+from asyncflow_sglang.files import Held, Writer, expected_tensors, link_files
+from asyncflow_sglang.http import Http, RefusedError, UnreachableError
+from asyncflow_sglang.launch import ServerProcess, arguments, environment, free_port
+from asyncflow_sglang.options import SGLangOptions
+from asyncflow_sglang.plugin import capabilities
+from asyncflow_sglang.replies import Finish, Labels, Segment
+from asyncflow_sglang.routing import Placement, Routing
+from asyncflow_sglang.server import Server
+from asyncflow_sglang.trajectory import Limits, Trajectory, check_request, vocabulary
+
+__all__ = ["SGLangRollout"]
+
+_log = logging.getLogger(__name__)
+_SAY_S = 30.0
+"""Time between two warnings about requests that no server takes."""
+_TRIES = 5
+"""Attempts at one request that servers end by themselves."""
+
+
+class SGLangRollout(Rollout):
+    """Generates on SGLang servers, which it started or attached to.
+
+    It owns the servers it started, two versions of the weights as files, and the requests: each is
+    on one server at a time. What a server loses goes on elsewhere from the tokens that are certain.
+    A server takes requests only while it holds, proven, the version that serves; one that comes
+    back is given it first. A switch is pause, load, prove, continue, on all servers side by side:
+
+    - drain: running sequences end first, waiting ones start under the new weights;
+    - in flight: they stand still meanwhile, and go on in place or after a retraction;
+    - abort and resume: they are cut, kept, and sent again with what they have.
+
+    Concurrency: `generate` calls may overlap; staging and committing wait for each other.
+    """
+
+    def __init__(self, options: SGLangOptions, context: PartContext) -> None:
+        """Keep the arguments."""
+        self._options = options
+        self._name = context.name or "rollout"
+        self._run_dir = context.run_dir
+        tokenizer = context.tokenizer
+        self._ends = () if tokenizer is None else tuple(tokenizer.eos_token_ids)
+        self._capabilities = capabilities(options)
+        self._labels = Labels(secrets.token_hex(4))
+        self._is_open = False
+        self._root: Path | None = None
+        self._servers: dict[str, Server] = {}
+        self._watches: list[asyncio.Task[None]] = []
+        self._limits = Limits(0, 0)
+        self._routing = Routing(options.slots, options.affinity_slack)
+        self._places: dict[Trajectory, asyncio.Future[str | None]] = {}
+        self._live: dict[Trajectory, asyncio.Task[Completion]] = {}
+        self._version = 0
+        self._serving: Held | None = None
+        self._staged: Held | None = None
+        self._update = asyncio.Lock()
+        self._kept = self._lost = 0
+
+    # Life.
+
+    async def open(self) -> None:
+        """Start or find the servers; returns when all of them can take requests.
+
+        Raises:
+            EngineError: one cannot be used, or did not come up.
+        """
+        self._is_open = True
+        vocab = vocabulary(self._options.model)
+        self._expected = await asyncio.to_thread(expected_tensors, self._options.model)
+        self._root = await asyncio.to_thread(self._make_root)
+        key = os.environ.get(self._options.api_key_env, "") if self._options.api_key_env else ""
+        count = len(self._options.addresses) or self._options.servers
+        for number in range(count):
+            self._add_server(number, vocab, key)
+        for server in self._servers.values():
+            await server.start()
+            self._watches.append(asyncio.create_task(server.watch(), name=f"{server.name} watch"))
+        await self._all_up()
+        tokens = min(server.facts.input_tokens for server in self._servers.values())
+        tokenizer = not any(s.facts.args.get("skip_tokenizer_init") for s in self._servers.values())
+        self._limits = Limits(vocab, tokens, tokenizer)
+
+    def _make_root(self) -> Path:
+        parent = self._options.directory or self._run_dir
+        if parent is None:
+            shared = Path("/dev/shm")  # noqa: S108 - a directory of mode 0700 is made in it
+            parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{self._name}-sglang-", dir=parent))
+
+    def _add_server(self, number: int, vocab: int, key: str) -> None:
+        name = f"{self._name}/server-{number}"
+        options, process = self._options, None
+        if options.addresses:
+            url = options.addresses[number]
+        else:
+            port = free_port()
+            url = f"http://127.0.0.1:{port}"
+            assert self._root is not None
+            log = (options.log_dir or self._root) / f"{self._name}-server-{number}.log"
+
+            def process() -> ServerProcess:
+                return ServerProcess(arguments(options, port), environment(options), log)
+
+        self._routing.add(name)
+        self._servers[name] = Server(
+            name,
+            Http(url, api_key=key),
+            options=options,
+            labels=self._labels,
+            vocab=vocab,
+            process=process,
+            wanted=lambda: self._serving,
+            changed=self._server_changed,
+        )
+
+    async def _all_up(self) -> None:
+        """Wait for every server's first readiness, or say why one does not come."""
+        deadline = time.monotonic() + self._options.start_timeout_s
+        while waiting := [s for s in self._servers.values() if not s.greeted]:
+            reasons = "; ".join(server.line for server in waiting)
+            if any(server.gone for server in waiting) or time.monotonic() > deadline:
+                raise EngineError(f"{self._name} cannot be opened: {reasons}", service=self._name)
+            for server in waiting:
+                if server.fatal is not None:
+                    raise server.fatal
+            await asyncio.sleep(0.05)
+
+    async def aclose(self) -> None:
+        """End what was started; calls still waiting raise `ServiceClosedError`."""
+        self._is_open = False
+        for task in [*self._watches, *self._live.values()]:
+            task.cancel()
+        await asyncio.gather(*self._watches, *self._live.values(), return_exceptions=True)
+        self._watches.clear()
+        servers, self._servers = self._servers, {}
+        await asyncio.gather(*(server.aclose() for server in servers.values()))
+        root, self._root = self._root, None
+        if root is not None:
+            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+
+    def _opened(self) -> None:
+        if not self._is_open:
+            raise ServiceClosedError(f"{self._name} is not open", service=self._name)
+
+    # Requests.
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
+        """Sample; see `Rollout.generate`.
+
+        Raises:
+            DataError: a request the servers cannot take, named by its key; none is started.
+            EngineError: the servers failed it.
+            ServiceTimeoutError: no server could take it in `wait_s`.
+        """
+        self._opened()
+        for request in requests:
+            self._check(request)
+        ended: asyncio.Queue[Trajectory] = asyncio.Queue()
+        pending = [Trajectory(request, self._ends) for request in requests]
+        for trajectory in pending:
+            task = asyncio.create_task(self._run(trajectory))
+            self._live[trajectory] = task
+            task.add_done_callback(lambda _, done=trajectory: ended.put_nowait(done))  # type: ignore[misc]
+        try:
+            for _ in requests:
+                trajectory = await ended.get()
+                yield self._result(trajectory)
+        finally:
+            tasks = [self._live.pop(t) for t in pending if t in self._live]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _result(self, trajectory: Trajectory) -> Completion:
+        task = self._live.pop(trajectory)
+        if task.cancelled():
+            self._opened()
+            raise EngineError(f"request {trajectory.request.key} was cancelled")
+        return task.result()
+
+    def _check(self, request: GenerateRequest) -> None:
+        check_request(request, self._limits)
+        if request.sampling.stop and "stop" not in self._capabilities.sampling:
+            raise UnsupportedCapabilityError(
+                f"{self._name} knows no stop strings: its servers have no tokenizer "
+                f"(skip_tokenizer_init); use stop_token_ids",
+                service=self._name,
+            )
+
+    async def _run(self, trajectory: Trajectory) -> Completion:
+        """From server to server until it ends."""
+        tries = 0
+        while not trajectory.aborted:
+            name = await self._place(trajectory)
+            if name is None:
+                break
+            try:
+                segment = await self._servers[name].serve(trajectory)
+            except RefusedError as error:
+                raise self._refused(trajectory, error, name) from error
+            finally:
+                self._deal(self._routing.done(trajectory))
+            self._take(trajectory, segment, self._servers.get(name))
+            finish = segment.finish
+            if finish is not None and finish.kind != "abort":
+                return self._completed(trajectory, finish.kind)
+            if not trajectory.left:  # it was cut at its very end
+                return self._completed(trajectory, "length")
+            if finish is not None and finish.status:
+                tries += 1
+                self._ended_by_itself(trajectory, finish, name, tries)
+        return self._completed(trajectory, "abort")
+
+    def _completed(self, trajectory: Trajectory, reason: str) -> Completion:
+        self._kept += trajectory.kept
+        return trajectory.completion(reason)
+
+    def _take(self, trajectory: Trajectory, segment: Segment, server: Server | None) -> None:
+        """Add what a server made, if all of it came from weights of this rollout."""
+        runs = [(self._labels.version(label), count) for label, count in segment.spans]
+        known = [(version, count) for version, count in runs if version is not None]
+        if len(known) == len(runs):
+            trajectory.extend(segment.ids, segment.logprobs, known)
+            return
+        self._lost += len(segment.ids)
+        segment.finish = None
+        if server is not None:
+            server.foreign(segment.spans)
+
+    def _refused(self, trajectory: Trajectory, error: RefusedError, name: str) -> AsyncFlowError:
+        message = f"request {trajectory.request.key}: {name} refuses it: {error}"
+        if error.status == 400:
+            return DataError(message)
+        return EngineError(message, service=self._name)
+
+    def _ended_by_itself(
+        self, trajectory: Trajectory, finish: Finish, name: str, tries: int
+    ) -> None:
+        message = (
+            f"request {trajectory.request.key}: {name} ended it with status {finish.status}: "
+            f"{finish.message}"
+        )
+        if finish.status == 400:
+            raise DataError(message)
+        if tries >= _TRIES:
+            raise EngineError(f"{message}; it was tried {tries} times", service=self._name)
+        _log.warning("%s; it is tried again", message)
+
+    async def _place(self, trajectory: Trajectory) -> str | None:
+        """The server it goes to; None if it was aborted while it waited."""
+        future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._places[trajectory] = future
+        prefix = trajectory.request.prompt_ids.tobytes()
+        self._deal(self._routing.submit(trajectory, prefix))
+        start = said = time.monotonic()
+        try:
+            while not future.done():
+                await asyncio.wait({future}, timeout=1.0)
+                now = time.monotonic()
+                if future.done() or self._routing.any_open:
+                    start = now
+                    continue
+                self._check_hope(trajectory, now - start)
+                if now - said >= _SAY_S:
+                    said = now
+                    _log.warning("%s", self._waits_for(now - start))
+            return future.result()
+        except BaseException:
+            self._deal(self._routing.done(trajectory))
+            raise
+        finally:
+            del self._places[trajectory]
+
+    def _check_hope(self, trajectory: Trajectory, waited: float) -> None:
+        """Raise if no server will come, or none came for too long."""
+        if self._servers and all(server.gone for server in self._servers.values()):
+            raise PeerLostError(
+                f"{self._name} has no server left: {self._lines()}", service=self._name
+            )
+        if waited > self._options.wait_s:
+            raise ServiceTimeoutError(
+                f"request {trajectory.request.key}: {self._waits_for(waited)}; the limit is wait_s "
+                f"{self._options.wait_s:g}",
+                service=self._name,
+            )
+
+    def _waits_for(self, waited: float) -> str:
+        return (
+            f"{self._routing.waiting} requests of {self._name} wait since {waited:.0f} s for a "
+            f"server: {self._lines()}"
+        )
+
+    def _lines(self) -> str:
+        return "; ".join(server.line for server in self._servers.values())
+
+    def _deal(self, placements: Sequence[Placement]) -> None:
+        for trajectory, server in placements:
+            future = self._places.get(trajectory)  # type: ignore[call-overload]
+            if future is not None and not future.done():
+                future.set_result(server)
+
+    def _server_changed(self, server: Server) -> None:
+        if server.ready:
+            self._deal(self._routing.open(server.name))
+        else:
+            self._routing.close(server.name)
+
+    async def abort(self, keys: Sequence[Key] | None = None) -> int:
+        """End requests, running or waiting, with what they have."""
+        self._opened()
+        wanted = None if keys is None else set(keys)
+        chosen = {
+            trajectory
+            for trajectory, task in self._live.items()
+            if not task.done()
+            and not trajectory.aborted
+            and (wanted is None or trajectory.request.key in wanted)
+        }
+        for trajectory in chosen:
+            trajectory.aborted = True
+            future = self._places.get(trajectory)
+            if future is not None and not future.done():
+                future.set_result(None)
+                self._deal(self._routing.done(trajectory))
+        await asyncio.gather(*(server.abort(chosen) for server in self._servers.values()))
+        return len(chosen)
+
+    async def pause(self) -> None:
+        """Stop producing tokens at the next token boundary; everything is kept."""
+        self._opened()
+        await self._each("pause", [server.pause() for server in self._servers.values()])
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._opened()
+        await self._each("resume", [server.resume() for server in self._servers.values()])
+
+    async def _each(self, what: str, calls: Sequence[object]) -> None:
+        found = await asyncio.gather(*calls, return_exceptions=True)  # type: ignore[call-overload]
+        for error in found:
+            if isinstance(error, RefusedError | UnreachableError):
+                raise EngineError(
+                    f"{self._name} cannot {what}: {error}", service=self._name
+                ) from error
+            if isinstance(error, BaseException):
+                raise error
+
+    # Weights.
+
+    async def stage_weights(self, source: WeightSource) -> StagedWeights:
+        """Keep a version in files of this rollout's own, while generating.
+
+        Raises:
+            DataError: the tensors are not the model's, or the source fell short.
+            EngineError: they cannot be written.
+        """
+        self._opened()
+        async with self._update:
+            start = time.perf_counter()
+            assert self._root is not None
+            try:
+                if source.path is not None:
+                    held = await asyncio.to_thread(
+                        link_files, self._root, source.path, source.manifest, self._expected
+                    )
+                else:
+                    held = await self._write(self._root, source)
+            except OSError as error:
+                raise EngineError(
+                    f"{self._name} cannot hold version {source.manifest.version} in {self._root}: "
+                    f"{error}",
+                    service=self._name,
+                ) from error
+            if self._staged is not None:
+                await asyncio.to_thread(self._staged.remove)
+            self._staged = held
+            wall_s = time.perf_counter() - start
+            return StagedWeights(held.version, held.checksum, held.nbytes, wall_s)
+
+    async def _write(self, root: Path, source: WeightSource) -> Held:
+        from asyncflow_sglang.sources import buckets_of
+
+        writer = await asyncio.to_thread(Writer, root, source.manifest, self._expected)
+        try:
+            async with contextlib.aclosing(buckets_of(source)) as buckets:
+                async for bucket in buckets:
+                    await asyncio.to_thread(writer.add, bucket)
+            return await asyncio.to_thread(writer.finish)
+        except BaseException:
+            await asyncio.to_thread(writer.abort)
+            raise
+
+    async def commit_weights(self, version: int, mode: SwitchMode) -> None:
+        """Let the staged version serve; see `Rollout.commit_weights` and the class.
+
+        A server that fails to take it takes no requests until it was brought up to it; all failing
+        is an error, and the servers are brought back to the version before.
+
+        Raises:
+            ServiceError: `version` is not what is staged.
+            EngineError: no server could be brought to it.
+        """
+        self._opened()
+        mode = SwitchMode(mode)
+        async with self._update:
+            staged = self._staged
+            if staged is None or staged.version != version:
+                raise ServiceError(
+                    f"{self._name} cannot commit version {version}: staged is "
+                    f"{None if staged is None else staged.version}",
+                    service=self._name,
+                )
+            before = self._serving
+            self._serving = staged
+            try:
+                await self._switch(staged, mode)
+            except BaseException:
+                self._serving = before
+                raise
+            self._staged, self._version = None, version
+            if before is not None and before is not staged:
+                await asyncio.to_thread(before.remove)
+
+    async def _switch(self, held: Held, mode: SwitchMode) -> None:
+        up = [server for server in self._servers.values() if server.usable]
+        found = await asyncio.gather(
+            *(server.switch(held, mode) for server in up), return_exceptions=True
+        )
+        errors = [error for error in found if isinstance(error, BaseException)]
+        for server, error in zip(up, found, strict=True):
+            if isinstance(error, BaseException):
+                _log.warning("%s did not take version %d: %s", server.name, held.version, error)
+        for error in errors:
+            if not isinstance(error, RefusedError | UnreachableError | AsyncFlowError | OSError):
+                raise error
+        if len(errors) < len(up):
+            return
+        if errors:
+            raise EngineError(
+                f"{self._name}: no server took version {held.version}: "
+                f"{'; '.join(map(str, errors))}",
+                service=self._name,
+            ) from errors[0]
+        await self._some_up(held)
+
+    async def _some_up(self, held: Held) -> None:
+        """No server was up: the first that comes is brought to the version by its watch."""
+        deadline = time.monotonic() + self._options.update_timeout_s
+        while not any(server.ready for server in self._servers.values()):
+            if time.monotonic() > deadline or all(s.gone for s in self._servers.values()):
+                raise EngineError(
+                    f"{self._name}: no server is up to take version {held.version}: "
+                    f"{self._lines()}",
+                    service=self._name,
+                )
+            await asyncio.sleep(0.05)
+
+    async def stats(self) -> RolloutStats:
+        """Load and work."""
+        self._opened()
+        servers = list(self._servers.values())
+        return RolloutStats(
+            version=self._version,
+            running=sum(len(server.running) for server in servers),
+            waiting=self._routing.waiting,
+            tokens_generated=sum(server.tokens for server in servers),
+            busy_s=max((server.busy_s for server in servers), default=0.0),
+            tokens_kept=self._kept,
+            tokens_lost=self._lost + sum(server.lost_tokens for server in servers),
+        )

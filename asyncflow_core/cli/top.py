@@ -1,0 +1,215 @@
+"""`asyncflow top`: what a run does now, in 80 columns of plain text, refreshed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.status import STATUS_FILE, Status, WorkerStatus
+
+__all__ = ["find_run", "picture", "top"]
+
+_WIDTH = 79
+_BAR = 20
+_WAITS = 8
+_LATE = 3.0
+"""Periods without a new status after which a run that goes on is said to be silent."""
+
+
+def top(run: str, *, once: bool, as_json: bool) -> int:
+    """Show a run until it ends or Ctrl-C; returns the exit status, 1 if it failed.
+
+    Args:
+        run: its folder, or its name below `runs/`.
+        once: print once. Without a terminal that is what happens anyway.
+        as_json: print `status.json`, with the summary of a finished run beside it.
+    """
+    folder = find_run(run)
+    if as_json:
+        status, summary = _read(folder)
+        print(json.dumps({**json.loads(status.to_json()), "summary": summary}))
+        return int(status.state == "failed")
+    refreshing = sys.stdout.isatty() and not once
+    while True:
+        status, summary = _read(folder)
+        lines = list(picture(status, summary, now=time.time()))
+        if refreshing:  # home, each line cleared to its end, then whatever was below
+            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+            sys.stdout.flush()
+        else:
+            print("\n".join(lines))
+        if not refreshing or status.state not in ("starting", "running"):
+            return int(status.state == "failed")
+        time.sleep(status.every_s)
+
+
+def find_run(run: str) -> Path:
+    """The folder of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (Path(run), Path("runs") / run):
+        if (folder / STATUS_FILE).is_file():
+            return folder
+    raise ConfigError(
+        f"there is no run {run!r}: neither {run}/{STATUS_FILE} nor runs/{run}/{STATUS_FILE} is "
+        f"there; give the run's folder or its name, from the folder where it was started"
+    )
+
+
+def _read(folder: Path) -> tuple[Status, dict[str, Any] | None]:
+    status = Status.from_json((folder / STATUS_FILE).read_bytes())
+    summary = folder / "summary.json"
+    if status.state == "finished" and summary.is_file():
+        found: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
+        return status, found
+    return status, None
+
+
+def picture(status: Status, summary: Mapping[str, Any] | None, *, now: float) -> Iterator[str]:
+    """The lines that are shown; `now` in seconds since 1970."""
+    for line in _lines(status, summary, now):
+        yield line[:_WIDTH]
+
+
+def _lines(status: Status, summary: Mapping[str, Any] | None, now: float) -> Iterator[str]:
+    yield (
+        f"run {status.run}: {status.state}, {status.preset}, step {status.version}/{status.steps}"
+        f", {_clock(status.elapsed_s)}, process {status.pid} on {status.host}"
+    )
+    age_s = now - status.time
+    if status.state in ("starting", "running") and age_s > _LATE * max(1.0, status.every_s):
+        yield f"!! last heard {_clock(age_s)} ago: the run's process is stopped or gone"
+    if status.error:
+        yield from _wrapped("!! ended by ", status.error.partition("\n")[0])
+        yield "   its logs stand in the run's folder, in logs/"
+    reward = "" if status.reward is None else f"reward {status.reward:.3f}, "
+    yield (
+        f"last step: {reward}{status.step_wall_s:.2f} s, {_count(status.tokens_per_s)} tokens/s "
+        f"trained"
+    )
+    if status.scores:
+        shown = ", ".join(f"v{version} {score:.3f}" for version, score in status.scores[-5:])
+        yield f"held-out score by version: {shown}"
+    yield ""
+    yield from _workers(status)
+    yield from _queues(status)
+    yield from _staleness(status)
+    yield from _tokens(status)
+    if status.waits:
+        yield ""
+        yield "who waits for whom"
+        for line in status.waits[:_WAITS]:
+            yield from _wrapped("  ", line)
+        if len(status.waits) > _WAITS:
+            yield f"  and {len(status.waits) - _WAITS} more"
+    if status.bottleneck.words:
+        yield ""
+        yield from _wrapped("bottleneck: ", status.bottleneck.words)
+        for knob in status.bottleneck.knobs:
+            yield f"  try {knob}"
+    if summary is not None:
+        yield ""
+        yield (
+            f"summary: {summary['rows_trained']} rows trained in {summary['wall_s']:.0f} s, "
+            f"staleness mean {summary['mean_staleness_trained']:.2f}, max "
+            f"{summary['max_staleness_trained']} of {summary['max_staleness_allowed']}"
+        )
+
+
+def _workers(status: Status) -> Iterator[str]:
+    yield f"{'worker':<18} {'busy':>5} {'waits':>5}  {'':{_BAR}} {'rows':>9}"
+    for worker in status.workers:
+        bar = "#" * round(worker.busy * _BAR)
+        yield (
+            f"{worker.name:<18.18} {worker.busy:>5.0%} {worker.wait:>5.0%}  {bar:.<{_BAR}} "
+            f"{worker.rows:>9}{_more(worker)}"
+        )
+
+
+def _more(worker: WorkerStatus) -> str:
+    if worker.silent_s:
+        return f" SILENT {worker.silent_s:.0f}s"
+    return "" if worker.version is None else f" v{worker.version} {worker.running} run"
+
+
+def _queues(status: Status) -> Iterator[str]:
+    store = status.store
+    if not store.tasks:
+        return
+    yield ""
+    yield f"{'queue':<18} {'ready':>7} {'leased':>7} {'done':>9}  held by"
+    for name, task in store.tasks.items():
+        holders = ", ".join(f"{holder} {rows}" for holder, rows in task.holders.items())
+        expired = f" ({task.expired} leases ran out)" if task.expired else ""
+        yield (
+            f"{name:<18.18} {task.ready:>7} {task.leased:>7} {task.committed:>9}  "
+            f"{holders or '-'}{expired}"
+        )
+    line = f"store: {store.rows} rows, {store.bytes / 2**20:.1f} MiB"
+    if store.capacity_bytes:
+        line += f", {store.reserved_bytes / store.capacity_bytes:.0%} of its credit taken"
+    if store.waiting_puts:
+        line += f", {store.waiting_puts} producers wait for room"
+    yield line
+    if store.rows_dropped:
+        dropped = ", ".join(f"{reason} {rows}" for reason, rows in store.rows_dropped.items())
+        yield from _wrapped("rows dropped: ", dropped)
+
+
+def _staleness(status: Status) -> Iterator[str]:
+    staleness = status.staleness
+    total = sum(staleness.rows.values())
+    if not total:
+        return
+    yield ""
+    yield f"staleness of trained rows, in versions (bound {staleness.bound})"
+    for versions in range(staleness.bound + 1):
+        rows = staleness.rows.get(versions, 0)
+        yield f"{versions:>4} {rows:>9} {rows / total:>4.0%}  {'#' * round(_BAR * rows / total)}"
+    shown = []
+    for version, counts in staleness.last[-6:]:
+        rows = sum(counts.values())
+        mean = sum(n * found for n, found in counts.items()) / max(1, rows)
+        shown.append(f"v{version} {mean:.2f}/{max(counts, default=0)}")
+    yield f"mean/max by version: {', '.join(shown)}"
+
+
+def _tokens(status: Status) -> Iterator[str]:
+    tokens = status.tokens
+    if not tokens.generated:
+        return
+    yield ""
+    yield (
+        f"tokens: {_count(tokens.generated)} generated, {_count(tokens.trained)} trained"
+        f", {_count(tokens.evaluated)} evaluated, {_count(tokens.kept)} kept over a switch"
+    )
+    if tokens.wasted:
+        wasted = ", ".join(f"{cause} {_count(count)}" for cause, count in tokens.wasted.items())
+        share = sum(tokens.wasted.values()) / tokens.generated
+        yield from _wrapped(f"wasted ({share:.1%}): ", wasted)
+
+
+def _wrapped(head: str, text: str) -> Iterator[str]:
+    indent = " " * min(len(head), 4)
+    yield from textwrap.wrap(head + text, _WIDTH, subsequent_indent=indent)
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{number / (1e3 if unit == 'k' else size):.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

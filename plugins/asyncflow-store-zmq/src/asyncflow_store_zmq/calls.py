@@ -1,0 +1,223 @@
+"""The form of every call to a controller, checked before the table sees any of it. Pure.
+
+The table may then rely on types, on numbers that fit where they are kept, and on lengths that
+agree; a call of another form changes nothing and is its sender's fault. What numbers mean (a limit
+above 0, a lease that lives) is the ledger's to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncflow_core.errors import WireDecodeError
+from asyncflow_core.services.data_store import Order
+from asyncflow_store_zmq.places import MAX_ENTRIES
+
+__all__ = ["check_call"]
+
+Form = Callable[[Any], bool]
+
+_LIMIT = 1 << 62
+_MAX_TEXT = 1024
+_MAX_NAMES = 4096
+_MAX_LAYOUT = 1 << 20
+MAX_TOKENS = 1 << 24
+"""Of a row, brought by one call; a row's tokens are kept in 32 bits."""
+_MAX_VERSION = (1 << 31) - 1
+_ORDERS = frozenset(order.value for order in Order)
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+# Source, epoch, sequence and sample of a key, as `Key.pack` holds them; a sequence as int64 does.
+_KEY_LIMITS = np.array([0xFFFF, 0xFFFFFFFF, _LIMIT, 0xFFFF], np.uint64)
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and -_LIMIT <= value <= _LIMIT
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LIMIT
+
+
+def _seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str and len(value) <= _MAX_TEXT
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _order(value: Any) -> bool:
+    return type(value) is str and value in _ORDERS
+
+
+def _optional(form: Form) -> Form:
+    return lambda value: value is None or form(value)
+
+
+def _names(value: Any) -> bool:
+    return type(value) is list and len(value) <= _MAX_NAMES and all(map(_text, value))
+
+
+def _numbers(value: Any) -> bool:
+    return type(value) is list and len(value) <= MAX_ENTRIES and all(map(_count, value))
+
+
+def _rows(value: Any) -> bool:
+    return _is_list_of(_INT64, value)
+
+
+def _is_list_of(dtype: np.dtype[Any], value: Any) -> bool:
+    return (
+        type(value) is np.ndarray
+        and value.dtype == dtype
+        and value.ndim == 1
+        and len(value) <= MAX_ENTRIES
+    )
+
+
+def _within(value: Any, low: int, high: int) -> bool:
+    return _is_list_of(_INT32, value) and (
+        not len(value) or bool(low <= value.min() and value.max() <= high)
+    )
+
+
+def _tokens(value: Any) -> bool:
+    return _within(value, 0, MAX_TOKENS)
+
+
+def _versions(value: Any) -> bool:
+    return _within(value, -1, _MAX_VERSION)
+
+
+def _keys(parts: int) -> Form:
+    def accepts(value: Any) -> bool:
+        if type(value) is not np.ndarray or value.dtype != _INT64:
+            return False
+        if value.ndim != 2 or value.shape[1] != parts or len(value) > MAX_ENTRIES:
+            return False
+        # A negative number is a huge one without its sign.
+        return not len(value) or bool((value.view(np.uint64) <= _KEY_LIMITS[:parts]).all())
+
+    return accepts
+
+
+def _tuple(*forms: Form) -> Form:
+    def accepts(value: Any) -> bool:
+        return (
+            type(value) is list
+            and len(value) == len(forms)
+            and all(form(entry) for form, entry in zip(forms, value, strict=True))
+        )
+
+    return accepts
+
+
+def _layout(value: Any) -> bool:
+    return type(value) is bytes and len(value) <= _MAX_LAYOUT
+
+
+def _entries(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_ENTRIES
+
+
+def _extents(value: Any) -> bool:
+    return type(value) is list and len(value) <= _MAX_NAMES and all(map(_EXTENT, value))
+
+
+def _commits(value: Any) -> bool:
+    return type(value) is list and len(value) <= _MAX_NAMES and all(map(_is_commit, value))
+
+
+def _is_commit(value: Any) -> bool:
+    return type(value) is list and _fault("commit", value) is None
+
+
+def _is_lease(value: Any) -> bool:
+    return type(value) is list and _fault("lease", value) is None
+
+
+_EXTENT = _tuple(_count, _count)
+_WRITTEN = _tuple(_count, _count, _count, _count, _entries, _layout)
+_MEMORY = _tuple(_extents, _count)
+_REF: tuple[Form, ...] = (_count, _whole, _rows)
+
+_FORMS: Mapping[str, tuple[Form, ...]] = {
+    "hello": (),
+    "register": (_text, _names, _names, _flag, _names, _order, _count),
+    "end": (_text,),
+    "put": (
+        _WRITTEN, _keys(3), _tokens, _versions, _whole, _optional(_whole), _text, _whole,
+        _optional(_seconds), _MEMORY,
+    ),
+    "lend": (_count, _extents),
+    "lease": (
+        _text, _text, _optional(_whole), _optional(_whole), _optional(_whole), _text, _seconds,
+        _seconds,
+    ),
+    "find": (*_REF, _names, _names),
+    "commit": (
+        *_REF, _optional(_WRITTEN), _optional(_tokens), _optional(_versions), _optional(_whole),
+        _MEMORY,
+    ),
+    "turn": (_commits, _optional(_is_lease)),
+    "renew": (_numbers, _seconds),
+    "release": _REF,
+    "evict": (_text,),
+    "drop": (_keys(4), _text),
+    "stats": (_count, _seconds),
+    "layout": (_whole,),
+    "memory": (),
+    "checkpoint": (_whole,),
+    "restore": (_whole,),
+    "hurry": (_text, _text),
+    "add_shard": (_text,),
+    "notify": (_whole, _anything),
+    "weights": (_whole, _seconds),
+}  # fmt: skip
+
+
+def check_call(name: str, m: Sequence[Any]) -> None:
+    """Refuse a call of another form.
+
+    Args:
+        name: of the method, without `store.`.
+        m: its arguments.
+
+    Raises:
+        WireDecodeError: which argument is wrong.
+    """
+    fault = _fault(name, m)
+    if fault is not None:
+        raise WireDecodeError(f"the call store.{name} is malformed: {fault}")
+
+
+def _fault(name: str, m: Sequence[Any]) -> str | None:
+    forms = _FORMS[name]
+    if len(m) != len(forms):
+        return f"it has {len(m)} arguments, {len(forms)} are expected"
+    for position, form in enumerate(forms):
+        if not form(m[position]):
+            return f"argument {position} is {_shown(m[position])}"
+    if name == "commit":
+        rows = len(m[2]) if m[3] is None else m[3][4]
+        if any(facts is not None and len(facts) != rows for facts in m[4:6]):
+            return f"its tokens and versions are not for {rows} rows"
+    return None
+
+
+def _shown(value: Any) -> str:
+    if type(value) is np.ndarray:
+        return f"{value.dtype} {value.shape}, or out of range"
+    return f"{type(value).__name__} {value!r:.60}"

@@ -1,0 +1,76 @@
+"""A replica or a stage that dies or is stuck comes back; nothing is lost, nothing comes twice."""
+
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+STEADY = {
+    "workflow__steps": 40,
+    "trainer__plugin": "misbehave",
+    "trainer__options": {"step_s": 0.05},
+    "rollout__options": {"token_s": 0.01},
+    "rollout__sampling": {"max_new_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "reward-0"])
+async def test_killed_process_is_started_again_and_the_run_completes(started, name):
+    run = started(**STEADY)
+    await run.at_step(3)
+    run.named(name).kill()
+    summary = await run.finished()
+    assert f"{name} was killed by signal 9 (SIGKILL)" in run.output
+    assert "it is started again (restart 1)" in run.output
+    assert summary["restarts"] == {name: 1}
+
+
+async def test_stopped_process_counts_as_stuck_and_is_started_again(started):
+    run = started(**STEADY, rollout__replicas=2, watchdog__stuck_s=4.0)
+    await run.at_step(3)
+    run.named("rollout-1").suspend()
+    await run.until(lambda: "gave no sign of life for 4 s (watchdog.stuck_s)" in run.output)
+    summary = await run.finished()
+    assert summary["restarts"]["rollout-1"] == 1
+
+
+async def test_stopped_trainer_ends_the_run_by_name(started):
+    run = started(**{**STEADY, "workflow__steps": 10_000}, watchdog__stuck_s=4.0)
+    await run.at_step(3)
+    run.named("trainer-0").suspend()
+    await run.until(lambda: run.process.poll() is not None)
+    assert run.process.returncode == 1
+    assert "peer_lost: trainer-0 gave no sign of life for 4 s" in run.output
+
+
+async def test_process_that_dies_too_often_ends_the_run_by_name(started):
+    run = started(**{**STEADY, "workflow__steps": 10_000}, watchdog__restarts=1)
+    for step in (3, 8):
+        await run.at_step(step)
+        run.named("reward-0").send_signal(signal.SIGKILL)
+        if step == 3:
+            await run.until(lambda: "restart 1" in run.output)
+    await run.until(lambda: run.process.poll() is not None)
+    assert "peer_lost: it was started again 1 times within 600 s (watchdog.restarts)" in run.output
+    assert "reward-0 was killed by signal 9 (SIGKILL)" in run.output
+
+
+async def test_reward_that_never_returns_is_ended_and_its_rows_count_as_errors(started):
+    run = started(
+        stages__reward={
+            "function": "functions:never_for_c",
+            "kind": "reward",
+            "rows": 8,
+            "timeout_s": 1.0,
+        },
+        workflow__group_size=2,
+        workflow__steps=2,
+    )
+    summary = await run.finished()
+    failed = [row for row in run.samples() if row.get("reward_error")]
+    assert {row["prompt"] for row in failed} == {"c"}
+    assert all(row["reward"] == 0 and "did not return" in row["reward_error"] for row in failed)
+    assert summary["reward_errors"] == len(failed) > 0
+    others = [row for row in run.samples() if row["prompt"] != "c"]
+    assert not any(row.get("reward_error") for row in others)

@@ -1,0 +1,168 @@
+"""Resuming a run: inside this process, ended between steps or by an error."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncflow_core import Flow
+from asyncflow_core.errors import ConfigError
+
+pytestmark = pytest.mark.multiproc
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+def weights(folder, version):
+    path = Path(folder) / "checkpoints" / str(version) / "trainer"
+    return {file.name: np.load(file) for file in sorted(path.glob("*.npy"))}
+
+
+def stop_after(flow, step):
+    """Leave the loop, which ends the run, once `step` is done."""
+    for result in flow.run():
+        if result.version >= step:
+            return
+
+
+def assert_equal_weights(first, second):
+    assert first.keys() == second.keys()
+    assert first
+    for name in first:
+        assert (first[name] == second[name]).all(), name
+
+
+def assert_each_group_once(folder, steps, groups=4, samples=4):
+    metrics, training = surviving(folder)
+    assert [m["version"] for m in metrics] == list(range(1, steps + 1))
+    keys = [s["key"] for s in training]
+    assert len(set(keys)) == len(keys) == steps * groups * samples
+    for step in metrics:
+        rewards = [s["reward"] for s in training if s["batch"] == step["version"] - 1]
+        assert len(rewards) == groups * samples
+        assert step["reward/mean"] == pytest.approx(np.mean(rewards))
+
+
+def surviving(folder):
+    samples = lines(folder, "samples.jsonl")
+    return lines(folder, "metrics.jsonl"), [s for s in samples if s["batch"] is not None]
+
+
+SAVED = {"checkpoint": {"every": 2, "keep": 10, "resume": "exact"}, "evaluation": None}
+
+
+def test_sequential_runs_with_one_seed_are_bit_equal(inline):
+    made = []
+    for name in ("first", "second"):
+        flow = Flow(**inline(name=name, workflow__preset="sequential", **SAVED))
+        list(flow.run())
+        made.append(weights(flow.folder, 4))
+    assert_equal_weights(*made)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 7])
+def test_exact_resume_of_a_sequential_run_is_bit_equal_to_a_straight_one(inline, stop):
+    changes = {"workflow__preset": "sequential", "workflow__steps": 8, **SAVED}
+    straight = Flow(**inline(name="straight", **changes))
+    list(straight.run())
+    broken = Flow(**inline(name="broken", **changes))
+    stop_after(broken, stop)
+    resumed = Flow.resume(broken.folder)
+    assert resumed.resumed_from == stop - stop % 2
+    assert [r.version for r in resumed.run()] == list(range(resumed.resumed_from + 1, 9))
+    assert_equal_weights(weights(straight.folder, 8), weights(resumed.folder, 8))
+    assert_each_group_once(resumed.folder, 8)
+    assert resumed.summary.rows_trained == 8 * 16
+    lives = [m["life"] for m in lines(resumed.folder, "metrics.jsonl")]
+    assert lives == [0] * resumed.resumed_from + [1] * (8 - resumed.resumed_from)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_resume_of_an_async_run_trains_each_group_once(inline, bound):
+    changes = {"workflow__max_staleness": bound, "workflow__steps": 9}
+    broken = Flow(**inline(name="broken", **changes, checkpoint__every=3))
+    stop_after(broken, 5)
+    for stop in (6, 8, 9):
+        broken = Flow.resume(broken.folder)
+        stop_after(broken, stop)
+    assert_each_group_once(broken.folder, 9)
+    staleness = [s["batch"] - min(v for v, _ in s["versions"]) for s in surviving(broken.folder)[1]]
+    assert max(staleness) <= bound
+
+
+def test_resume_counts_the_whole_run_and_evaluates_once_more(inline):
+    changes = {"prompts__options__evaluation_share": 0.3, "checkpoint__every": 1}
+    broken = Flow(**inline(**changes))
+    stop_after(broken, 2)
+    resumed = Flow.resume(broken.folder)
+    list(resumed.run())
+    summary = resumed.summary
+    assert summary.steps == 4
+    assert summary.rows_trained == summary.rows_put == 64
+    assert summary.eval_before is not None
+    assert summary.eval_after is not None
+    held_out = [s for s in lines(resumed.folder, "samples.jsonl") if s["batch"] is None]
+    assert len(held_out) == summary.rows_evaluated
+    assert summary.tokens_wasted_by_reason.get("resume", 0) >= 0
+
+
+def test_resume_refuses_what_it_cannot_do_in_words(inline, tmp_path):
+    with pytest.raises(ConfigError, match="there is no run in"):
+        Flow.resume(tmp_path / "nothing")
+    without = Flow(**inline(name="without"))
+    stop_after(without, 2)
+    with pytest.raises(ConfigError, match="has no checkpoint; start it anew, with checkpoint"):
+        Flow.resume(without.folder)
+
+    flow = Flow(**inline(name="whole", checkpoint__every=2))
+    list(flow.run())
+    with pytest.raises(ConfigError, match="is complete, 4 of 4 steps; to train more, give"):
+        list(Flow.resume(flow.folder).run())
+    with pytest.raises(ConfigError, match=r"4 steps are completed, 3 are asked for"):
+        list(Flow.resume(flow.folder, {"workflow.steps": 3}).run())
+    more = {"workflow.steps": 6}
+    for path, value, said in (
+        ("seed", 5, "seed: a resumed run keeps it, the checkpoint has 0, now it is 5"),
+        ("workflow.group_size", 2, "workflow.group_size: a resumed run keeps it"),
+        ("data_store.plugin", "zmq", "data_store.plugin: a resumed run keeps it"),
+        ("loss.plugin", "ppo_clip", "loss.plugin"),
+        ("stages.reward.function", "functions:low_letter", "stages.reward.function: a resumed"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            list(Flow.resume(flow.folder, {**more, path: value}).run())
+    damaged = flow.folder / "checkpoints" / "4" / "trainer" / "logits.npy"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-8] + b"\1" * 8)
+    with pytest.raises(ConfigError, match=r"4/trainer/logits.npy' of the checkpoint is damaged"):
+        list(Flow.resume(flow.folder, more).run())
+    damaged.unlink()
+    with pytest.raises(ConfigError, match=r"is damaged \(No such file.*to resume from step 2"):
+        list(Flow.resume(flow.folder, more).run())
+    damaged.write_bytes(content)
+
+    extended = Flow.resume(flow.folder, more)
+    assert [r.version for r in extended.run()] == [5, 6]
+    assert_each_group_once(flow.folder, 6)
+
+
+def test_resume_of_a_run_that_is_going_on_is_refused(inline):
+    flow = Flow(**inline(checkpoint__every=1, workflow__steps=1000))
+    steps = flow.run()
+    next(steps)
+    next(steps)
+    with pytest.raises(ConfigError, match="a run is going on in .*; wait for its end"):
+        list(Flow.resume(flow.folder).run())
+    steps.close()
+
+
+def test_resume_with_other_prompts_is_refused(inline):
+    tree = inline(checkpoint__every=1)
+    flow = Flow(**tree)
+    stop_after(flow, 2)
+    prompts = Path(tree["prompts"]["options"]["path"])
+    prompts.write_text("".join(f'{{"prompt": "{c}"}}\n' for c in "zyxwvutsrqpo"))
+    with pytest.raises(ConfigError, match="they are not those that the run began with"):
+        list(Flow.resume(flow.folder).run())
