@@ -357,7 +357,7 @@ class RunConfig(Section):
                 f"rollout.switch_mode {self.rollout.switch_mode} mixes versions within a response, "
                 f"which max_staleness 0 forbids; use drain or auto, or max_staleness >= 1"
             )
-        reserved = {"rollout", "train", "record"} & set(self.stages)
+        reserved = {"rollout", "proximal", "train", "record"} & set(self.stages)
         if reserved:
             raise ValueError(f"stage names {sorted(reserved)} are taken by the flow's own tasks")
         return self

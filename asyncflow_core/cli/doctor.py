@@ -61,6 +61,22 @@ def _facts(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _notes(plan: Plan) -> list[str]:
+    """What is right and may surprise."""
+    flow, notes = plan.config.workflow, []
+    if flow.bound == 0 and flow.updates_per_step > 1:
+        notes.append(
+            f"only the first of a step's {flow.updates_per_step} updates is on-policy to the "
+            f"token; the others train rows that are that many updates old"
+        )
+    if "proximal" in plan.tasks:
+        notes.append(
+            f"the loss {plan.config.loss.plugin!r} reads proximal_logprobs: the trainer computes "
+            f"them with a step's first weights, so its first update waits for the whole batch"
+        )
+    return notes
+
+
 def _print_plan(plan: Plan) -> None:
     facts = _facts(plan)
     print("plugins:")
@@ -74,9 +90,6 @@ def _print_plan(plan: Plan) -> None:
         f"workflow: {flow['preset']}, max staleness {flow['max_staleness']}, {flow['steps']} steps "
         f"of {flow['rows_per_step']} rows, weights switch by {flow['switch_mode']}"
     )
-    if flow["max_staleness"] == 0 and plan.config.workflow.updates_per_step > 1:
-        print(
-            f"note: only the first of a step's {plan.config.workflow.updates_per_step} updates is "
-            f"on-policy to the token; the others train rows that are that many updates old"
-        )
+    for note in _notes(plan):
+        print(f"note: {note}")
     print("no faults")

@@ -96,7 +96,7 @@ def _lines(status: Status, summary: Mapping[str, Any] | None, now: float) -> Ite
         f"trained"
     )
     if status.scores:
-        shown = ", ".join(f"v{version} {score:.3f}" for version, score in status.scores[-5:])
+        shown = ", ".join(f"v{version} {score:.3f}" for version, score in status.scores[-4:])
         yield f"held-out score by version: {shown}"
     yield ""
     yield from _workers(status)

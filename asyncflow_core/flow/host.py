@@ -195,6 +195,7 @@ class Host:
             max_staleness=role.max_staleness,
             micro_batch_tokens=role.micro_batch_tokens,
             whole_batch=role.whole_batch,
+            proximal=role.proximal,
             lease_policy=role.lease_policy,
         )
         return TrainWorker(self._store, ranks, settings)

@@ -83,6 +83,8 @@ class TrainerRole(Section):
     """Which groups go first."""
     weight_sync: PartConfig
     """Where weights go."""
+    proximal: TaskSpec | None = None
+    """Log-probs by a step's first weights, where the loss asks for them."""
     overlaps_export: bool = False
     """Export weights beside the next step's gradients."""
     ranks: tuple[str, ...] = ()

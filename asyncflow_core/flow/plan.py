@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,6 +18,7 @@ from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import ConfigError, PluginError
 from asyncflow_core.flow.checks import CAPABILITIES, capability_faults
 from asyncflow_core.flow.dataflow import dataflow_faults
+from asyncflow_core.flow.proximal import PROXIMAL, proximal_task
 from asyncflow_core.flow.stages import function_contract, plugin_contract
 from asyncflow_core.flow.work import ROLLOUT_WRITES
 from asyncflow_core.parts import StageContract
@@ -100,6 +102,7 @@ class _Planner:
         self._chosen: dict[str, Chosen] = {}
         self._shared: dict[str, Any] = {}
         self._taken: set[str] = set()
+        self._unknown = False
         self._no_model: Any = object()
 
     def plan(self) -> Plan:
@@ -169,6 +172,8 @@ class _Planner:
         for key in self._shared.keys() & plugin.options.model_fields.keys():
             self._taken.add(key)
             values.setdefault(key, self._shared[key])
+        if kind == "data_store":
+            values = {**self._store_directory(plugin, values), **values}
         bound = self._shared.get("max_staleness")
         if kind == "data_store" and values.get("max_staleness", bound) != bound:
             self._fault(
@@ -179,6 +184,15 @@ class _Planner:
         self._faults += faults
         if options is not None:
             self._inspect(plugin, options, path)
+
+    def _store_directory(self, plugin: Plugin, values: Mapping[str, Any]) -> dict[str, str]:
+        """A store that is to outlive its processes lies in the run's folder, unless told where."""
+        tree, durable = self._source.tree, values.get("durability", "none") != "none"
+        if not durable or "directory" not in plugin.options.model_fields:
+            return {}
+        fields = RunConfig.model_fields
+        out, name = (tree.get(key, fields[key].default) for key in ("out", "name"))
+        return {"directory": str(Path(str(out), str(name)).resolve() / "store")}
 
     def _inspect(self, plugin: Plugin, options: BaseModel, path: tuple[str, ...]) -> None:
         """Ask the plugin what it makes of its options."""
@@ -220,7 +234,7 @@ class _Planner:
             options = {
                 name: value
                 for name, value in chosen.dump().items()
-                if name not in self._shared or name in section.options
+                if name not in (*self._shared, "directory") or name in section.options
             }
             return section.model_copy(update={"options": options})
 
@@ -246,6 +260,7 @@ class _Planner:
         ]
         for name, stage in config.stages.items():
             contract = self._contract(name, stage)
+            self._unknown |= contract is None
             if contract is not None:
                 tasks.append(
                     TaskSpec(
@@ -259,6 +274,13 @@ class _Planner:
                 )
         loss, prompts = self._chosen.get("loss"), self._prompt_columns()
         reads = dict.fromkeys([*_TRAIN_READS, *(loss.capabilities.reads if loss else ())])
+        written = {column for task in tasks for column in task.writes}
+        if PROXIMAL in reads and PROXIMAL not in written:
+            # At a step's only update they are the current ones, which the loss has.
+            if flow.updates_per_step == 1:
+                del reads[PROXIMAL]
+            else:
+                tasks.append(proximal_task(turns))
         train = TaskSpec("train", tuple(reads), (), True, ("train",), Order.STEP, turns)
         tasks.append(train)
         written = {column for task in tasks for column in task.writes}
@@ -266,7 +288,7 @@ class _Planner:
         partitions = everything if config.evaluation else ("train",)
         tasks.append(TaskSpec("record", record, partitions=partitions))
         # With a task or the prompts unknown, every column of theirs would be a fault, too.
-        if prompts is not None and len(tasks) == len(config.stages) + 3:
+        if prompts is not None and not self._unknown:
             for fault in dataflow_faults(tasks, prompts):
                 self._fault(_PLACES.get(fault.task, ("stages", fault.task)), fault.message)
         return {task.name: task for task in tasks}

@@ -125,6 +125,7 @@ def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> Trainer
         whole_batch=flow.preset == "sequential",
         lease_policy=config.trainer.lease_policy,
         weight_sync=weight_sync,
+        proximal=plan.tasks.get("proximal"),
         overlaps_export=plan.overlaps_export,
         ranks=tuple(
             f"ipc://{run_dir}/trainer-{rank}.sock" for rank in range(1, config.trainer.world_size)

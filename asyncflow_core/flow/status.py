@@ -100,7 +100,8 @@ class Bottleneck:
     """What holds the run up.
 
     Attributes:
-        what: "trainer", "rollout", the name of a stage, "store", "bound"; empty when nothing does.
+        what: "trainer", "rollout", the name of a stage, "between" (the trainer's steps), "store",
+            "bound"; empty when nothing does.
         words: a sentence with the figures.
         knobs: settings that would help, most promising first.
     """
@@ -251,6 +252,14 @@ def bottleneck(
             "trainer",
             f"trainer busy {trainer.busy:.0%}: the trainer is the bottleneck{idle}",
             ("trainer.world_size: more ranks", "trainer.micro_batch_tokens: larger"),
+        )
+    between = 1.0 - trainer.busy - trainer.wait
+    if between >= 0.3 and between > trainer.wait:
+        return Bottleneck(
+            "between",
+            f"trainer busy {trainer.busy:.0%}, waits for rows {trainer.wait:.0%}; the rest goes "
+            f"into what is between: publishing weights, acknowledging rows, the controller",
+            ("workflow.groups_per_step: larger steps", "weight_sync.plugin: a faster one"),
         )
     if trainer.wait < _WAITS:
         return Bottleneck()

@@ -20,6 +20,7 @@ from asyncflow_core.flow.busy import Busy
 from asyncflow_core.flow.control import StepReport, TrainerControl, WorkStats
 from asyncflow_core.flow.fanout import Ranks
 from asyncflow_core.flow.micro_batches import split
+from asyncflow_core.flow.proximal import Proximal
 from asyncflow_core.flow.worker import LeaseKeeper, first_failure
 from asyncflow_core.metrics import Means
 from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
@@ -46,6 +47,7 @@ class TrainSettings:
         whole_batch: wait for the whole share of an update before computing any of it.
         lease_s: life of the trainer's leases.
         lease_policy: which groups of a batch go first.
+        proximal: task of the log-probs by the step's first weights, where the loss asks for them.
     """
 
     task: TaskSpec
@@ -58,6 +60,7 @@ class TrainSettings:
     whole_batch: bool
     lease_s: float = 300.0
     lease_policy: str = "fifo"
+    proximal: TaskSpec | None = None
 
 
 @dataclass(slots=True)
@@ -99,11 +102,24 @@ class TrainWorker(TrainerControl):
         self._settings = settings
         self._keeper = LeaseKeeper(store, settings.lease_s)
         self._registration: Registration | None = None
+        self._proximal: Proximal | None = None
+        if settings.proximal is not None:
+            self._proximal = Proximal(
+                store,
+                ranks,
+                settings.proximal,
+                self._keeper,
+                groups_per_step=settings.groups_per_step,
+                lease_s=settings.lease_s,
+            )
+        self._first_weights_used = asyncio.Event()
         self._busy, self._waiting = Busy(), Busy()
         self._rows = 0
 
     async def start(self) -> None:
         """Register the task."""
+        if self._proximal is not None:
+            await self._proximal.register()
         self._registration = await self._store.register(self._settings.task)
 
     async def work(self) -> WorkStats:
@@ -137,9 +153,17 @@ class TrainWorker(TrainerControl):
             async with asyncio.TaskGroup() as group:
                 # Waiting for the rest of a share, or computing one, may take longer than a lease.
                 keeping = group.create_task(self._keeper.run())
+                aside = [keeping]
+                self._first_weights_used.clear()
+                if self._proximal is None:
+                    self._first_weights_used.set()
+                else:
+                    serving = self._proximal.serve(version, self._first_weights_used)
+                    aside.append(group.create_task(serving))
                 for update in range(self._settings.updates_per_step):
                     await self._update(version, update, tally)
-                keeping.cancel()
+                for task in aside:
+                    task.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
             raise failure from failure.__cause__
@@ -162,6 +186,7 @@ class TrainWorker(TrainerControl):
         while True:
             try:
                 means, tokens = await self._gradients(version, held, tally)
+                await self._first_weights_used.wait()
                 if await self._renewed(held):
                     break
             except LeaseLostError:  # of several ranks it is a failed rank, and ends the step

@@ -234,6 +234,8 @@ def loss_columns(batch: Batch, names: Iterable[str] = ()) -> dict[str, NDArray[A
 
     Per-token columns are [T], all rows one after another; `versions` too, each token's version;
     dense columns are [B, ...]. `loss_mask` and `row`, int64 [T], are always there.
+    `proximal_logprobs` are left out of a batch without them: at a step's only update they equal the
+    current log-probs, which the loss has.
 
     Args:
         batch: a micro-batch with `response_ids`; T counts its response tokens, B its rows.
@@ -245,6 +247,8 @@ def loss_columns(batch: Batch, names: Iterable[str] = ()) -> dict[str, NDArray[A
     lengths = _column(batch, "response_ids").lengths
     columns: dict[str, NDArray[Any]] = {"row": np.repeat(np.arange(batch.rows), lengths)}
     for name in dict.fromkeys(("loss_mask", *names)):
+        if name == "proximal_logprobs" and name not in batch:
+            continue
         columns[name] = _loss_column(name, _column(batch, name), lengths)
     return columns
 

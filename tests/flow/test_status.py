@@ -111,7 +111,8 @@ def workers(*, train=(0.5, 0.5), rollout=0.5, reward=0.1):
             "rollout is busy only 60%: batches wait for their longest",
             "workflow.max_staleness: 2",
         ),
-        ({"train": (0.3, 0.05)}, "", "", ""),
+        ({"train": (0.1, 0.3)}, "between", "trainer busy 10%, waits for rows 30%", "groups_per_"),
+        ({"train": (0.45, 0.45)}, "bound", "trainer waits", "workflow.max_staleness: 2"),
     ],
 )
 def test_bottleneck_names_the_part_and_the_knob(shares, what, words, knob):
@@ -133,8 +134,10 @@ def test_bottleneck_full_store_comes_before_everything():
     assert bottleneck(workers(train=(0.99, 0.0)), full, bound=1, preset="async").what == "store"
 
 
-def test_bottleneck_without_a_trainer_is_unknown():
+def test_bottleneck_without_a_trainer_or_a_cause_is_unknown():
     assert bottleneck([], StoreStats(), bound=1, preset="async") == Bottleneck()
+    evenly = workers(train=(0.72, 0.08), rollout=0.9)
+    assert bottleneck(evenly, StoreStats(), bound=1, preset="async").what == "trainer"
 
 
 STATUS = Status(

@@ -79,24 +79,25 @@ def inline(settings, monkeypatch):
 class Started:
     """`asyncflow run` in a process and session of its own."""
 
-    def __init__(self, tree, folder):
+    def __init__(self, tree, folder, prefix=()):
         self.folder = Path(tree["out"]) / tree["name"]
         self.mark = uuid.uuid4().hex
         self.config = config = folder / f"{self.mark}.yaml"
         config.write_text(json.dumps(tree))  # JSON is YAML
         self.output_path = folder / f"{self.mark}.out"
         path = [str(HERE), str(HERE / "misbehave"), os.environ.get("PYTHONPATH", "")]
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "AFTEST": self.mark,
+        }
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncflow_core.cli", "run", str(config)],
+                [*prefix, sys.executable, "-m", "asyncflow_core.cli", "run", str(config)],
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, path)),
-                    "AFTEST": self.mark,
-                },
+                env=self.environment,
             )
         self.run_dirs = set()
 

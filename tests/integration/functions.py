@@ -39,6 +39,7 @@ def low_letter(response: str) -> float:
 def never_for_c(response: str, prompt: str) -> float:
     """Does not return for the prompt c."""
     if prompt == "c":
+        os.write(1, b"now: never\n")
         threading.Event().wait()
     return next_letter(response, prompt)
 
@@ -46,6 +47,7 @@ def never_for_c(response: str, prompt: str) -> float:
 def native_for_c(response: str, prompt: str) -> float:
     """Holds the GIL for ever for the prompt c: no thread, no signal handler of Python runs."""
     if prompt == "c":
+        os.write(1, b"now: native\n")
         sum(itertools.repeat(0))
     return next_letter(response, prompt)
 
@@ -53,6 +55,7 @@ def native_for_c(response: str, prompt: str) -> float:
 def ends_for_c(response: str, prompt: str) -> float:
     """Takes its process with it for the prompt c."""
     if prompt == "c":
+        os.write(1, b"now: ends\n")
         os._exit(3)
     return next_letter(response, prompt)
 
@@ -60,3 +63,8 @@ def ends_for_c(response: str, prompt: str) -> float:
 def slow(response: str, prompt: str) -> float:
     time.sleep(0.02)
     return next_letter(response, prompt)
+
+
+def shorter(response: str) -> float:
+    """1 for no letter, 0 for many."""
+    return 1.0 / (1 + len(response))

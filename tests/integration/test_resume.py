@@ -166,3 +166,28 @@ def test_resume_with_other_prompts_is_refused(inline):
     prompts.write_text("".join(f'{{"prompt": "{c}"}}\n' for c in "zyxwvutsrqpo"))
     with pytest.raises(ConfigError, match="they are not those that the run began with"):
         list(Flow.resume(flow.folder).run())
+
+
+@pytest.mark.parametrize("resume", ["reuse", "exact"])
+@pytest.mark.parametrize("preset", ["sequential", "async"])
+def test_resume_with_a_durable_store(inline, preset, resume):
+    pytest.importorskip("asyncflow_store_zmq")
+    changes = {
+        "workflow__preset": preset,
+        "workflow__steps": 8,
+        "data_store": {"plugin": "zmq", "options": {"durability": "journal", "shards": 1}},
+        "checkpoint": {"every": 3, "resume": resume},
+        "evaluation": {"samples": 2},
+        "prompts__options__evaluation_share": 0.3,
+    }
+    flow = Flow(**inline(name="broken", **changes))
+    stop_after(flow, 5)
+    assert (flow.folder / "store").is_dir()
+    for stop in (5, 7, 8):
+        flow = Flow.resume(flow.folder)
+        stop_after(flow, stop)
+    assert_each_group_once(flow.folder, 8)
+    if preset == "sequential":
+        straight = Flow(**inline(name="straight", **changes))
+        list(straight.run())
+        assert_equal_weights(weights(straight.folder, 8), weights(flow.folder, 8))

@@ -24,6 +24,7 @@ from asyncflow_core.reference.tabular_trainer import (
 class RolloutOptions(TabularRolloutOptions):
     at_open: str = ""
     at_generate: str = ""
+    slow: str = ""
 
 
 class TrainerOptions(TabularTrainerOptions):
@@ -63,6 +64,8 @@ class Misbehaving(TabularRollout):
         if how == "refuse" or one:
             raise DataError("the prompt is too long")
         await misbehave(how)
+        if self._ctx.name == self._options.slow:
+            await asyncio.sleep(0.5)
         async for completion in super().generate(requests):
             yield completion
 

@@ -25,11 +25,13 @@ CPU_ARGS: Mapping[str, Any] = {
     "disable_overlap_schedule": True,
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 65536,
     "skip_server_warmup": True,
     "sleep_on_idle": True,
 }
-"""What SGLang needs to run without a GPU, and not to keep a core busy while idle."""
+"""What SGLang needs to run without a GPU, and not to keep a core busy while idle. It takes memory
+that others use meanwhile for its own, so the fraction is large and the cache is bounded itself."""
 
 CPU_ENV: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 

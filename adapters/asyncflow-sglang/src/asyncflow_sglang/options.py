@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from asyncflow_core.config import InputPath
+
 __all__ = ["SGLangOptions", "check"]
 
 
@@ -18,7 +20,7 @@ class SGLangOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    model: str
+    model: InputPath
     """Directory of a Hugging Face causal language model: what started servers load, and, on this
     machine too, what attached ones serve (its sizes and tensor names are checked against)."""
 
@@ -32,7 +34,7 @@ class SGLangOptions(BaseModel):
     api_key_env: str = ""
     """Environment variable with the servers' API key; empty: they ask for none."""
 
-    python: str = ""
+    python: InputPath = ""
     """Interpreter of the environment in which SGLang is installed, since its pins clash with those
     of most trainers; empty: this one."""
     device: Literal["cuda", "cpu"] = "cuda"

@@ -1,7 +1,6 @@
 """One server: its process, health, requests and weights.
 
-Concurrency: everything that changes the server's weights or pauses it holds `control`. A request
-that a server loses comes back with the tokens that are certain, to go on elsewhere.
+Concurrency: everything that changes the server's weights or pauses it holds `control`.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,37 +24,14 @@ from asyncflow_sglang.launch import ServerProcess
 from asyncflow_sglang.options import SGLangOptions
 from asyncflow_sglang.push import Pusher
 from asyncflow_sglang.replies import Labels, Segment
+from asyncflow_sglang.running import Requests
 from asyncflow_sglang.trajectory import Trajectory
 
-__all__ = ["Running", "Server"]
+__all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
 _CALL_S = 30.0
 """Deadline of small control calls: pause, continue, abort."""
-_ABORT_S = 5.0
-_HANG_UP_S = 2.0
-_SETTLE_S = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A request on this server.
-
-    Attributes:
-        trajectory: the whole request.
-        segment: what this server made of it.
-        label: of the weights the server had when it began.
-        switches: how often these had changed by then.
-        task: reads its tokens.
-        lost: the server lost it; its tokens so far count only if no switch came between.
-    """
-
-    trajectory: Trajectory
-    segment: Segment
-    label: str
-    switches: int
-    task: asyncio.Task[None] | None = None
-    lost: str = ""
 
 
 @dataclass(slots=True)
@@ -78,6 +53,7 @@ class Server:
         labels: names of versions.
         vocab: size of the vocabulary.
         process: makes its process; None for one that runs already.
+        requests: those it serves.
         wanted: the weights it should serve, None for those it came with.
         changed: called when it may take requests, or may no longer.
     """
@@ -91,6 +67,7 @@ class Server:
         labels: Labels,
         vocab: int,
         process: Callable[[], ServerProcess] | None,
+        requests: Requests,
         wanted: Callable[[], Held | None],
         changed: Callable[[Server], None],
     ) -> None:
@@ -101,10 +78,7 @@ class Server:
         self.greeted = False
         self.fatal: AsyncFlowError | None = None
         self.control = asyncio.Lock()
-        self.running: dict[str, Running] = {}
-        self.tokens = 0
-        self.lost_tokens = 0
-        self.busy_s = 0.0
+        self.requests = requests
         self.paused = False
         self._options = options
         self._labels = labels
@@ -115,10 +89,8 @@ class Server:
         self._wanted = wanted
         self._changed = changed
         self._pusher = Pusher(http, options)
-        self._switches = 0
         self._switching = False
         self._defined = False
-        self._last_token = time.monotonic()
         self._nudge = asyncio.Event()
 
     # Life.
@@ -136,7 +108,7 @@ class Server:
 
     async def aclose(self) -> None:
         """Cut its requests; end it, where it is ours."""
-        self.cut("the rollout is closed")
+        self.requests.cut()
         if self._process is None and self.paused:
             with contextlib.suppress(RefusedError, UnreachableError):
                 await self._continue()
@@ -213,17 +185,16 @@ class Server:
         if self.health.state is State.STARTING and self._process is not None and age > limit:
             lines = self._process.last_lines()
             self.health.lost(f"it did not answer within {limit:g} s; {lines}", now)
-        quiet = now - self._last_token
-        if self.running and self.ready and quiet > self._options.stall_s:
-            self.health.lost(
-                f"it has {len(self.running)} requests and gave no token for {quiet:.0f} s", now
-            )
+        quiet, requests = now - self.requests.last_token, len(self.requests)
+        if requests and self.ready and quiet > self._options.stall_s:
+            words = f"it has {requests} requests and gave no token for {quiet:.0f} s"
+            self.health.lost(words, now)
 
     async def _lose(self) -> None:
         """Give its requests back and start it again, where it is ours."""
         _log.warning("%s", self.line)
         self._changed(self)
-        self.cut(self.health.reason)
+        self.requests.cut()
         self.paused = False
         self._defined = False
         self._pusher.forget()
@@ -288,83 +259,13 @@ class Server:
         await self.http.post("/update_weight_version", named, timeout_s=_CALL_S)
         self.health.confirmed(own, time.monotonic())
 
-    # Requests.
-
     async def serve(self, trajectory: Trajectory) -> Segment:
-        """Let it go on with a request; what it made of it, unfinished if it lost it."""
-        rid = uuid.uuid4().hex
-        running = Running(trajectory, Segment(), self.health.label or "", self._switches)
-        if not self.running:
-            self._last_token = time.monotonic()
-        self.running[rid] = running
-        running.task = asyncio.create_task(self._read(rid, running))
-        try:
-            await asyncio.wait({running.task})
-        finally:
-            if not running.task.done():
-                running.task.cancel()
-                await asyncio.gather(running.task, return_exceptions=True)
-                await self._abort(rid)
-            del self.running[rid]
-        if not running.task.cancelled():
-            running.task.result()
-        return self._certain(running)
-
-    async def _read(self, rid: str, running: Running) -> None:
-        body = running.trajectory.body(
-            rid,
-            running.label,
-            seeds=bool(self.facts.args.get("enable_deterministic_inference")),
-            interval=self._options.stream_interval,
-        )
-        try:
-            async with contextlib.aclosing(self.http.stream("/generate", body)) as replies:
-                async for reply in replies:
-                    self.tokens += running.segment.take(reply)
-                    now = time.monotonic()
-                    self.busy_s += now - self._last_token
-                    self._last_token = now
-                    if running.segment.finish is not None:
-                        return
-        except UnreachableError as error:
-            running.lost = running.lost or str(error)
+        """Go on with a request here; see `Requests.serve`."""
+        seeds = bool(self.facts.args.get("enable_deterministic_inference"))
+        segment = await self.requests.serve(trajectory, self.health.label or "", seeds=seeds)
+        if segment.finish is None:
             self._nudge.set()
-
-    def _certain(self, running: Running) -> Segment:
-        """The segment, without tokens of which nobody knows which weights made them."""
-        segment = running.segment
-        if segment.finish is None and running.switches != self._switches:
-            self.lost_tokens += len(segment.ids)
-            return Segment()
-        if segment.finish is None and segment.ids:
-            # Lost, and no switch since it began: all of what served then.
-            segment.spans = [(running.label, len(segment.ids))]
         return segment
-
-    def cut(self, reason: str) -> None:
-        """Give all its requests back as they are."""
-        for running in self.running.values():
-            running.lost = running.lost or reason
-            if running.task is not None:
-                running.task.cancel()
-
-    async def abort(self, trajectories: set[Trajectory]) -> None:
-        """End these of its requests with what they have; returns when they ended."""
-        chosen = {rid: r for rid, r in self.running.items() if r.trajectory in trajectories}
-        await self._end(chosen)
-
-    async def _end(self, chosen: dict[str, Running]) -> None:
-        await asyncio.gather(*(self._abort(rid) for rid in chosen))
-        while tasks := {r.task for rid, r in chosen.items() if rid in self.running and r.task}:
-            _, left = await asyncio.wait(tasks, timeout=_HANG_UP_S)
-            # An abort that overtook its request has no effect, nor has a second one: hang up.
-            for task in left:
-                task.cancel()
-            await asyncio.sleep(0)
-
-    async def _abort(self, rid: str) -> None:
-        with contextlib.suppress(RefusedError, UnreachableError):
-            await self.http.post("/abort_request", {"rid": rid}, timeout_s=_ABORT_S)
 
     # Pausing and weights.
 
@@ -375,24 +276,26 @@ class Server:
             self._changed(self)
             if self.health.state is State.READY:
                 await self._post("/pause_generation", {"mode": "in_place"})
-                # Tokens made before are still on their way through the detokenizer.
-                await self._settled()
-
-    async def _settled(self) -> None:
-        """Until no token came for a moment."""
-        while self.running and (left := self._last_token + _SETTLE_S - time.monotonic()) > 0:
-            await asyncio.sleep(left)
+                await self.requests.settled()
 
     async def resume(self) -> None:
         """Go on."""
         async with self.control:
             await self._continue()
             self.paused = False
-            self._last_token = time.monotonic()
+            self.requests.last_token = time.monotonic()
         self._changed(self)
 
-    async def switch(self, held: Held, mode: SwitchMode) -> None:
+    async def switch(
+        self, held: Held, mode: SwitchMode, idle: Callable[[], Awaitable[None]]
+    ) -> None:
         """Serve these weights from the next token, or the next request, on.
+
+        Args:
+            held: the weights.
+            mode: what becomes of running requests.
+            idle: awaited when its own requests ended or were cut: others may run here too, behind
+                a router.
 
         Raises:
             RefusedError, UnreachableError, AsyncFlowError: it does not; it takes no requests until
@@ -406,24 +309,21 @@ class Server:
             try:
                 keep = mode is SwitchMode.IN_FLIGHT and not self._unproven(held)
                 if mode is SwitchMode.DRAIN:
-                    await self._drained()
+                    await self.requests.drained()
                 elif not keep:
-                    await self._end(dict(self.running))
+                    await self.requests.end()
+                if not keep:
+                    await idle()
                 await self._replace(held, keep_running=keep)
             except BaseException as error:
                 self.health.doubted(f"its update failed: {error}", time.monotonic())
-                self.cut("an update of its weights failed")
+                self.requests.cut()
                 self._nudge.set()
                 raise
             finally:
                 self._switching = False
-                self._last_token = time.monotonic()
+                self.requests.last_token = time.monotonic()
                 self._changed(self)
-
-    async def _drained(self) -> None:
-        while tasks := {r.task for r in self.running.values() if r.task}:
-            await asyncio.wait(tasks)
-            await asyncio.sleep(0)
 
     async def _replace(self, held: Held, *, keep_running: bool) -> None:
         """Pause, load, prove, go on. What fails leaves it paused and doubted."""
@@ -432,7 +332,7 @@ class Server:
         start = time.perf_counter()
         self.health.doubted(f"it is given version {held.version}", time.monotonic())
         await self._post("/pause_generation", {"mode": "in_place" if in_place else "retract"})
-        self._switches += 1
+        self.requests.switched()
         await self._pusher.push(held, label, flush=not in_place, ranks=self.facts.ranks)
         how = self._how(held)
         if how == "checksum":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -11,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from asyncflow_core.batch import Key
@@ -20,7 +20,6 @@ from asyncflow_core.errors import (
     EngineError,
     PeerLostError,
     ServiceClosedError,
-    ServiceError,
     ServiceTimeoutError,
     UnsupportedCapabilityError,
 )
@@ -34,23 +33,24 @@ from asyncflow_core.services.rollout import (
     SwitchMode,
 )
 from asyncflow_core.services.weight_sync import WeightSource
-from asyncflow_sglang.files import Held, Writer, expected_tensors, link_files
 from asyncflow_sglang.http import Http, RefusedError, UnreachableError
 from asyncflow_sglang.launch import ServerProcess, arguments, environment, free_port
 from asyncflow_sglang.options import SGLangOptions
 from asyncflow_sglang.plugin import capabilities
 from asyncflow_sglang.replies import Finish, Labels, Segment
 from asyncflow_sglang.routing import Placement, Routing
+from asyncflow_sglang.running import Requests
 from asyncflow_sglang.server import Server
 from asyncflow_sglang.trajectory import Limits, Trajectory, check_request, vocabulary
+from asyncflow_sglang.weights import Weights
 
 __all__ = ["SGLangRollout"]
 
 _log = logging.getLogger(__name__)
 _SAY_S = 30.0
 """Time between two warnings about requests that no server takes."""
-_TRIES = 5
-"""Attempts at one request that servers end by themselves."""
+_TRIES = 30
+"""Attempts at one request, one after another, that may yield nothing."""
 
 
 class SGLangRollout(Rollout):
@@ -80,15 +80,13 @@ class SGLangRollout(Rollout):
         self._is_open = False
         self._root: Path | None = None
         self._servers: dict[str, Server] = {}
+        self._router: Http | None = None
         self._watches: list[asyncio.Task[None]] = []
         self._limits = Limits(0, 0)
         self._routing = Routing(options.slots, options.affinity_slack)
         self._places: dict[Trajectory, asyncio.Future[str | None]] = {}
         self._live: dict[Trajectory, asyncio.Task[Completion]] = {}
-        self._version = 0
-        self._serving: Held | None = None
-        self._staged: Held | None = None
-        self._update = asyncio.Lock()
+        self._weights = Weights(self._name, options, self._servers)
         self._kept = self._lost = 0
 
     # Life.
@@ -101,12 +99,10 @@ class SGLangRollout(Rollout):
         """
         self._is_open = True
         vocab = vocabulary(self._options.model)
-        self._expected = await asyncio.to_thread(expected_tensors, self._options.model)
         self._root = await asyncio.to_thread(self._make_root)
+        await asyncio.to_thread(self._weights.open, self._root)
         key = os.environ.get(self._options.api_key_env, "") if self._options.api_key_env else ""
-        count = len(self._options.addresses) or self._options.servers
-        for number in range(count):
-            self._add_server(number, vocab, key)
+        self._add_servers(vocab, key)
         for server in self._servers.values():
             await server.start()
             self._watches.append(asyncio.create_task(server.watch(), name=f"{server.name} watch"))
@@ -123,31 +119,37 @@ class SGLangRollout(Rollout):
         parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{self._name}-sglang-", dir=parent))
 
-    def _add_server(self, number: int, vocab: int, key: str) -> None:
-        name = f"{self._name}/server-{number}"
-        options, process = self._options, None
-        if options.addresses:
-            url = options.addresses[number]
-        else:
-            port = free_port()
-            url = f"http://127.0.0.1:{port}"
-            assert self._root is not None
-            log = (options.log_dir or self._root) / f"{self._name}-server-{number}.log"
+    def _add_servers(self, vocab: int, key: str) -> None:
+        options = self._options
+        ports = [] if options.addresses else [free_port() for _ in range(options.servers)]
+        urls = options.addresses or [f"http://127.0.0.1:{port}" for port in ports]
+        https = [Http(url, api_key=key) for url in urls]
+        if options.router:
+            self._router = Http(options.router, api_key=key)
+            self._router.open()
+        for number, http in enumerate(https):
+            name = f"{self._name}/server-{number}"
+            self._routing.add(name)
+            self._servers[name] = Server(
+                name,
+                http,
+                options=options,
+                labels=self._labels,
+                vocab=vocab,
+                process=partial(self._process, number, ports[number]) if ports else None,
+                requests=Requests(
+                    self._router or http,
+                    https if self._router else [http],
+                    interval=options.stream_interval,
+                ),
+                wanted=lambda: self._weights.serving,
+                changed=self._server_changed,
+            )
 
-            def process() -> ServerProcess:
-                return ServerProcess(arguments(options, port), environment(options), log)
-
-        self._routing.add(name)
-        self._servers[name] = Server(
-            name,
-            Http(url, api_key=key),
-            options=options,
-            labels=self._labels,
-            vocab=vocab,
-            process=process,
-            wanted=lambda: self._serving,
-            changed=self._server_changed,
-        )
+    def _process(self, number: int, port: int) -> ServerProcess:
+        assert self._root is not None
+        log = (self._options.log_dir or self._root) / f"{self._name}-server-{number}.log"
+        return ServerProcess(arguments(self._options, port), environment(self._options), log)
 
     async def _all_up(self) -> None:
         """Wait for every server's first readiness, or say why one does not come."""
@@ -168,8 +170,11 @@ class SGLangRollout(Rollout):
             task.cancel()
         await asyncio.gather(*self._watches, *self._live.values(), return_exceptions=True)
         self._watches.clear()
-        servers, self._servers = self._servers, {}
-        await asyncio.gather(*(server.aclose() for server in servers.values()))
+        await asyncio.gather(*(server.aclose() for server in self._servers.values()))
+        self._servers.clear()
+        router, self._router = self._router, None
+        if router is not None:
+            await router.aclose()
         root, self._root = self._root, None
         if root is not None:
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
@@ -225,7 +230,7 @@ class SGLangRollout(Rollout):
 
     async def _run(self, trajectory: Trajectory) -> Completion:
         """From server to server until it ends."""
-        tries = 0
+        futile = 0
         while not trajectory.aborted:
             name = await self._place(trajectory)
             if name is None:
@@ -242,9 +247,17 @@ class SGLangRollout(Rollout):
                 return self._completed(trajectory, finish.kind)
             if not trajectory.left:  # it was cut at its very end
                 return self._completed(trajectory, "length")
+            futile = 0 if segment.ids else futile + 1
             if finish is not None and finish.status:
-                tries += 1
-                self._ended_by_itself(trajectory, finish, name, tries)
+                self._ended_by_itself(trajectory, finish, name)
+            if futile > _TRIES:
+                raise EngineError(
+                    f"request {trajectory.request.key} got no token in {futile} attempts; the last "
+                    f"was on {self._servers[name].line if name in self._servers else name}",
+                    service=self._name,
+                )
+            if futile:
+                await asyncio.sleep(0.1 * futile)
         return self._completed(trajectory, "abort")
 
     def _completed(self, trajectory: Trajectory, reason: str) -> Completion:
@@ -269,17 +282,14 @@ class SGLangRollout(Rollout):
             return DataError(message)
         return EngineError(message, service=self._name)
 
-    def _ended_by_itself(
-        self, trajectory: Trajectory, finish: Finish, name: str, tries: int
-    ) -> None:
+    def _ended_by_itself(self, trajectory: Trajectory, finish: Finish, name: str) -> None:
+        """The server ended it of its own accord: it is full, or out of memory, or will not."""
         message = (
             f"request {trajectory.request.key}: {name} ended it with status {finish.status}: "
             f"{finish.message}"
         )
         if finish.status == 400:
             raise DataError(message)
-        if tries >= _TRIES:
-            raise EngineError(f"{message}; it was tried {tries} times", service=self._name)
         _log.warning("%s; it is tried again", message)
 
     async def _place(self, trajectory: Trajectory) -> str | None:
@@ -358,7 +368,7 @@ class SGLangRollout(Rollout):
             if future is not None and not future.done():
                 future.set_result(None)
                 self._deal(self._routing.done(trajectory))
-        await asyncio.gather(*(server.abort(chosen) for server in self._servers.values()))
+        await asyncio.gather(*(server.requests.end(chosen) for server in self._servers.values()))
         return len(chosen)
 
     async def pause(self) -> None:
@@ -391,40 +401,7 @@ class SGLangRollout(Rollout):
             EngineError: they cannot be written.
         """
         self._opened()
-        async with self._update:
-            start = time.perf_counter()
-            assert self._root is not None
-            try:
-                if source.path is not None:
-                    held = await asyncio.to_thread(
-                        link_files, self._root, source.path, source.manifest, self._expected
-                    )
-                else:
-                    held = await self._write(self._root, source)
-            except OSError as error:
-                raise EngineError(
-                    f"{self._name} cannot hold version {source.manifest.version} in {self._root}: "
-                    f"{error}",
-                    service=self._name,
-                ) from error
-            if self._staged is not None:
-                await asyncio.to_thread(self._staged.remove)
-            self._staged = held
-            wall_s = time.perf_counter() - start
-            return StagedWeights(held.version, held.checksum, held.nbytes, wall_s)
-
-    async def _write(self, root: Path, source: WeightSource) -> Held:
-        from asyncflow_sglang.sources import buckets_of
-
-        writer = await asyncio.to_thread(Writer, root, source.manifest, self._expected)
-        try:
-            async with contextlib.aclosing(buckets_of(source)) as buckets:
-                async for bucket in buckets:
-                    await asyncio.to_thread(writer.add, bucket)
-            return await asyncio.to_thread(writer.finish)
-        except BaseException:
-            await asyncio.to_thread(writer.abort)
-            raise
+        return await self._weights.stage(source)
 
     async def commit_weights(self, version: int, mode: SwitchMode) -> None:
         """Let the staged version serve; see `Rollout.commit_weights` and the class.
@@ -437,70 +414,23 @@ class SGLangRollout(Rollout):
             EngineError: no server could be brought to it.
         """
         self._opened()
-        mode = SwitchMode(mode)
-        async with self._update:
-            staged = self._staged
-            if staged is None or staged.version != version:
-                raise ServiceError(
-                    f"{self._name} cannot commit version {version}: staged is "
-                    f"{None if staged is None else staged.version}",
-                    service=self._name,
-                )
-            before = self._serving
-            self._serving = staged
-            try:
-                await self._switch(staged, mode)
-            except BaseException:
-                self._serving = before
-                raise
-            self._staged, self._version = None, version
-            if before is not None and before is not staged:
-                await asyncio.to_thread(before.remove)
+        await self._weights.commit(version, SwitchMode(mode), self._all_idle)
 
-    async def _switch(self, held: Held, mode: SwitchMode) -> None:
-        up = [server for server in self._servers.values() if server.usable]
-        found = await asyncio.gather(
-            *(server.switch(held, mode) for server in up), return_exceptions=True
-        )
-        errors = [error for error in found if isinstance(error, BaseException)]
-        for server, error in zip(up, found, strict=True):
-            if isinstance(error, BaseException):
-                _log.warning("%s did not take version %d: %s", server.name, held.version, error)
-        for error in errors:
-            if not isinstance(error, RefusedError | UnreachableError | AsyncFlowError | OSError):
-                raise error
-        if len(errors) < len(up):
-            return
-        if errors:
-            raise EngineError(
-                f"{self._name}: no server took version {held.version}: "
-                f"{'; '.join(map(str, errors))}",
-                service=self._name,
-            ) from errors[0]
-        await self._some_up(held)
-
-    async def _some_up(self, held: Held) -> None:
-        """No server was up: the first that comes is brought to the version by its watch."""
-        deadline = time.monotonic() + self._options.update_timeout_s
-        while not any(server.ready for server in self._servers.values()):
-            if time.monotonic() > deadline or all(s.gone for s in self._servers.values()):
-                raise EngineError(
-                    f"{self._name}: no server is up to take version {held.version}: "
-                    f"{self._lines()}",
-                    service=self._name,
-                )
-            await asyncio.sleep(0.05)
+    async def _all_idle(self) -> None:
+        """Behind a router, nobody knows whose requests run where: until all have ended."""
+        if self._router is not None:
+            await asyncio.gather(*(s.requests.drained() for s in self._servers.values()))
 
     async def stats(self) -> RolloutStats:
         """Load and work."""
         self._opened()
         servers = list(self._servers.values())
         return RolloutStats(
-            version=self._version,
-            running=sum(len(server.running) for server in servers),
+            version=self._weights.version,
+            running=sum(len(server.requests) for server in servers),
             waiting=self._routing.waiting,
-            tokens_generated=sum(server.tokens for server in servers),
-            busy_s=max((server.busy_s for server in servers), default=0.0),
+            tokens_generated=sum(server.requests.tokens for server in servers),
+            busy_s=max((server.requests.busy_s for server in servers), default=0.0),
             tokens_kept=self._kept,
-            tokens_lost=self._lost + sum(server.lost_tokens for server in servers),
+            tokens_lost=self._lost + sum(server.requests.lost for server in servers),
         )

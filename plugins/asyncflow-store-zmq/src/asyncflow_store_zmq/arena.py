@@ -68,6 +68,15 @@ class Arena:
         """Of this file and no other: what a file of the same name held is not in it."""
         return int(self.generations[0])  # unit 0 is never lent
 
+    @property
+    def top(self) -> int:
+        """Units that were ever lent, the table's own counted too; outlives the controller."""
+        return int(self.generations[-1])  # an arena has not so many units
+
+    @top.setter
+    def top(self, units: int) -> None:
+        self.generations[-1] = np.uint32(units)
+
     def reserve(self, start: int, nbytes: int) -> None:
         """Give pages to a range.
 

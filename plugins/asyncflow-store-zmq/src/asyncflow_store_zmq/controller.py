@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from asyncflow_core.batch import BatchRef, Key
 from asyncflow_core.errors import (
     AsyncFlowError,
+    PeerLostError,
     ServiceTimeoutError,
 )
 from asyncflow_core.ledger import Admission
@@ -105,21 +106,34 @@ class Controller:
             await client.aclose()
 
     async def _add_shard(self, address: str) -> None:
-        spec = self._spec
-        client = Client(address, name="controller", token=spec.token, keys=spec.key_pair())
-        await client.open()
+        client = await self._connect(address)
         arena = Arena(self._spec.arena(len(self._arenas)))
         self._shards.append(client)
         self._addresses.append(address)
         self._arenas.append(arena)
         self._table.pool.add_shard()
 
+    async def _connect(self, address: str) -> Client:
+        spec = self._spec
+        client = Client(address, name="controller", token=spec.token, keys=spec.key_pair())
+        await client.open()
+        return client
+
     def add_shard(self, m: list[Any], peer: Peer) -> Any:
         """[address]: one more shard, the next in number, answers there."""
         return self._add_shard(str(m[0]))
 
     async def _sync_shards(self) -> None:
-        await asyncio.gather(*(shard.call("shard.sync", {"m": []}) for shard in self._shards))
+        await asyncio.gather(*map(self._sync_shard, range(len(self._shards))))
+
+    async def _sync_shard(self, number: int) -> None:
+        try:
+            await self._shards[number].call("shard.sync", {"m": []})
+        except PeerLostError:
+            # Its memory is a file that outlives it, and its process is started again.
+            await self._shards[number].aclose()
+            self._shards[number] = await self._connect(self._addresses[number])
+            await self._shards[number].call("shard.sync", {"m": []})
 
     def expose(self, server: Server) -> None:
         """Offer the methods."""
@@ -225,6 +239,8 @@ class Controller:
 
     def _lend(self, peer: Peer, nbytes: int) -> list[int]:
         extent = self._table.pool.lend(peer, nbytes)
+        arena = self._arenas[extent.shard]
+        arena.top = max(arena.top, extent.slot + extent.units)
         return [extent.shard, extent.slot, extent.nbytes]
 
     def lease(self, m: list[Any], peer: Peer) -> Any:

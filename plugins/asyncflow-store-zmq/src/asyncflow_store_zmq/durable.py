@@ -107,7 +107,8 @@ class Durable:
                 yield record
 
         try:
-            Replay(self._table, frozenset(lost)).run(tell())
+            tops = [arena.top for arena in self._arenas]
+            Replay(self._table, frozenset(lost)).run(tell(), tops)
         except Exception as error:
             place = places[told] if places else self._journal.place
             raise DataError(
@@ -156,9 +157,14 @@ class Durable:
         while self._turn is not None:
             turn, self._turn = self._turn, None
             records, self._waiting = self._waiting, []
-            await self._sync_shards()
-            self._journal.append(records)
-            await asyncio.to_thread(self._journal.sync)
+            try:
+                await self._sync_shards()
+                self._journal.append(records)
+                await asyncio.to_thread(self._journal.sync)
+            except Exception as error:
+                # Whoever waits is told; what comes after could not be kept in order any more.
+                turn.set_exception(error)
+                raise
             turn.set_result(None)
         self._task = None
 

@@ -8,7 +8,7 @@ no segment in it lives. So a put needs no word with the shard: its memory was le
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ LARGE_BYTES = 8 * LENT_BYTES
 """What a writer of large batches gets, and asks for ahead."""
 _WARM_BYTES = 3 * LARGE_BYTES
 _GRACE_S = 5.0
+_CAUTION_S = 20.0
+"""A client that does not know yet that the controller died may write for so long into what it was
+lent before: longer than a silent peer is believed to live."""
 
 
 class Hole(NamedTuple):
@@ -110,6 +113,9 @@ class ExtentPool:
         self._dying: dict[Extent, None] = {}  # sealed, with dead pages, oldest first
         self._warm_bytes = 0
         self._replaying = False
+        # Since a restart: what came free, and when it may be lent; None: nothing is held back.
+        self._aside: list[Extent] | None = None
+        self._lent_again_at: float | None = None
         self.nbytes = 0
         self.holes: list[Hole] = []
 
@@ -125,7 +131,7 @@ class ExtentPool:
         """
         units = max(LENT_BYTES, 1 << max(0, nbytes - 1).bit_length()) // UNIT
         free = self._free[units]
-        if free:
+        if free and self._aside is None:
             extent = free.pop()
             self._warm_bytes -= extent.nbytes if extent.warm else 0
         else:
@@ -145,15 +151,40 @@ class ExtentPool:
         self._tops[shard] += units
         return Extent(shard, slot, units)
 
-    def begin_replay(self) -> None:
-        """What an earlier life wrote is told again; until `end_replay` no memory comes free."""
+    def begin_replay(self, tops: Sequence[int] = ()) -> None:
+        """What an earlier life wrote is told again; until `end_replay` no memory comes free.
+
+        Args:
+            tops: by shard, first unit never lent by any life, as far as is known. What lies below
+                is lent again only some time after: clients of the earlier life may live.
+        """
         self._replaying = True
+        for shard, top in enumerate(tops):
+            self._tops[shard] = max(self._tops[shard], top)
+        self._aside = []
 
     def end_replay(self) -> None:
         """Whatever turned out to be unused is free."""
         self._replaying = False
+        gaps = self._gaps()
         for extent in list(self._lent.values()):
             self._settle(extent)
+        for extent in gaps:
+            self._put_aside(extent)
+
+    def _gaps(self) -> list[Extent]:
+        """Below the tops, what no segment lies in, cut into pieces of the sizes that are lent."""
+        found = []
+        for shard, top in enumerate(self._tops):
+            here = sorted((e.slot, e.units) for e in self._lent.values() if e.shard == shard)
+            at = 1
+            for slot, units in [*here, (top, 0)]:
+                while slot - at >= LENT_BYTES // UNIT:
+                    piece = 1 << (slot - at).bit_length() - 1
+                    found.append(Extent(shard, at, piece))
+                    at += piece
+                at = slot + units
+        return found
 
     def adopt(self, shard: int, slot: int, units: int) -> Extent:
         """An extent of an earlier life, sealed; the same one for the same place."""
@@ -217,6 +248,16 @@ class ExtentPool:
         self._dying.pop(extent, None)
         del self._lent[extent.shard, extent.slot]
         extent.dead.clear()
+        self._put_aside(extent)
+
+    def _put_aside(self, extent: Extent) -> None:
+        if self._aside is None:
+            self._give_back(extent)
+        else:
+            self.holes.append(Hole(extent.shard, extent.start, extent.nbytes))
+            self._aside.append(extent)
+
+    def _give_back(self, extent: Extent) -> None:
         extent.warm = self._warm_bytes + extent.nbytes <= _WARM_BYTES
         if extent.warm:
             self._warm_bytes += extent.nbytes
@@ -226,6 +267,14 @@ class ExtentPool:
 
     def sweep(self, now: float) -> None:
         """Give back the dead pages of extents that living rows have kept for a while."""
+        if self._aside is not None and self._lent_again_at is None:
+            self._lent_again_at = now + _CAUTION_S
+        elif self._aside is not None and self._lent_again_at is not None:
+            if now < self._lent_again_at:
+                return
+            aside, self._aside = self._aside, None
+            for extent in aside:
+                self._give_back(extent)
         while self._dying:
             extent = next(iter(self._dying))
             if not extent.dead or extent.dead[0][0] > now - _GRACE_S:

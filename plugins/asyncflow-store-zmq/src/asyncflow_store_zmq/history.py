@@ -124,9 +124,9 @@ class Replay:
         self._gone: list[Key] = []
         self._segments: dict[int, Any] = {}  # of a snapshot
 
-    def run(self, records: Iterable[list[Any]]) -> None:
-        """Take all records, in order."""
-        self.table.pool.begin_replay()
+    def run(self, records: Iterable[list[Any]], tops: Sequence[int] = ()) -> None:
+        """Take all records, in order; `tops` as in `ExtentPool.begin_replay`."""
+        self.table.pool.begin_replay(tops)
         self.table.log = _ignore  # so that rows wait for checkpoints as they did
         for kind, *fields in records:
             if kind not in _KINDS:

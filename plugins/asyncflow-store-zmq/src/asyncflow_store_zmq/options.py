@@ -44,6 +44,12 @@ class ZmqOptions(BaseModel):
     directory: Path | None = None
     """Where memory and journal lie. Not set: in memory (/dev/shm), removed at the end. A durable
     store needs one, on a disk."""
+    restarts: int = Field(default=3, ge=0)
+    """Times each process of the store is started again when it dies. The controller only of a
+    durable store: without, its rows are gone, and what uses it ends."""
+    reconnect_s: float = Field(default=0.0, ge=0)
+    """With `connect`: how long calls wait for a store that died and is started again; 0: its end is
+    their error. Who starts a durable store waits a minute, and so do the processes of its run."""
     keys: InputPath | None = None
     """File of this side's key pair (`asyncflow keys new FILE`): of the store, or, with `connect`,
     of this client."""

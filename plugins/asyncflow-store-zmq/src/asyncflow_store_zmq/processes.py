@@ -6,21 +6,27 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import sys
 from pathlib import Path
 
-from asyncflow_core.errors import PeerLostError, error_from_code
+from asyncflow_core.errors import AsyncFlowError, PeerLostError, error_from_code
 from asyncflow_store_zmq.files import StoreDirectory
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.spec import StoreSpec
 
 __all__ = ["StoreProcesses"]
 
+_log = logging.getLogger(__name__)
 _STOP_S = 2.0
+_CONTROLLER = -1
 
 
 class StoreProcesses:
     """A controller and its shards as children; they end with this process, however it ends.
+
+    One that dies is started again at its address, as often as the options say: a shard, since its
+    memory is a file that outlives it, and the controller of a durable store.
 
     Attributes:
         spec: what they were told; its address is the real one after `open`.
@@ -32,7 +38,8 @@ class StoreProcesses:
         self._token = token
         self._run_dir = run_dir
         self._directory: StoreDirectory | None = None
-        self._children: list[asyncio.subprocess.Process] = []
+        self._children: dict[int, asyncio.subprocess.Process] = {}  # shards by number
+        self._keepers: dict[int, asyncio.Task[None]] = {}
         self.spec: StoreSpec | None = None
 
     async def open(self) -> StoreSpec:
@@ -64,21 +71,46 @@ class StoreProcesses:
             keys=options.keys or "",
             allow=options.allow or "",
         )
-        starting = [self._start(spec, "shard", str(number)) for number in range(spec.shards)]
+        starting = [self._start(spec, number) for number in range(spec.shards)]
         addresses = tuple(await asyncio.gather(*starting))
         spec = dataclasses.replace(spec, shard_addresses=addresses)
-        address = await self._start(spec, "controller")
+        address = await self._start(spec, _CONTROLLER)
         self.spec = dataclasses.replace(spec, address=address)
+        for who in self._children:
+            self._keepers[who] = asyncio.create_task(self._keep(who))
         return self.spec
 
-    async def _start(self, spec: StoreSpec, *role: str) -> str:
+    @property
+    def returns(self) -> bool:
+        """Whether the controller is started again when it dies."""
+        return self._options.durability != "none" and self._options.restarts > 0
+
+    async def _keep(self, who: int) -> None:
+        """Start a process again when it ends; the last end is only said."""
+        for left in range(self._options.restarts, -1, -1):
+            child = self._children[who]
+            status = await child.wait()
+            words = f"the {_name(who)} of the data store (pid {child.pid}) ended with {status}"
+            if not left or (who == _CONTROLLER and not self.returns):
+                _log.error("%s and is not started again", words)
+                return
+            _log.warning("%s and is started again, %d time(s) more at most", words, left - 1)
+            assert self.spec is not None
+            try:
+                await self._start(self.spec, who)
+            except AsyncFlowError:
+                _log.exception("the %s of the data store cannot be started again", _name(who))
+                return
+
+    async def _start(self, spec: StoreSpec, who: int) -> str:
+        role = ["controller"] if who == _CONTROLLER else ["shard", str(who)]
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "asyncflow_store_zmq.serve", *role,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
-        self._children.append(child)
+        self._children[who] = child
         assert child.stdin is not None
         assert child.stdout is not None
         with contextlib.suppress(ConnectionError):
@@ -88,7 +120,7 @@ class StoreProcesses:
         if not line:
             status = await child.wait()
             raise PeerLostError(
-                f"the {' '.join(role)} of the data store ended at its start with status {status}; "
+                f"the {_name(who)} of the data store ended at its start with status {status}; "
                 f"its last words are in this process's error output"
             )
         said = line.decode().strip()
@@ -101,8 +133,8 @@ class StoreProcesses:
         """Start one more shard, the next in number; where it answers."""
         assert self.spec is not None
         number = self.spec.shards
-        address = await self._start(self.spec, "shard", str(number))
-        self._children.insert(-1, self._children.pop())  # the controller stays last
+        address = await self._start(self.spec, number)
+        self._keepers[number] = asyncio.create_task(self._keep(number))
         addresses = (*self.spec.shard_addresses, address)
         self.spec = dataclasses.replace(self.spec, shards=number + 1, shard_addresses=addresses)
         return address
@@ -110,24 +142,32 @@ class StoreProcesses:
     @property
     def pids(self) -> list[int]:
         """Of the shards, in order, and last the controller."""
-        return [child.pid for child in self._children]
+        return [self._children[who].pid for who in sorted(self._children, key=_last)]
 
     async def ended(self) -> str:
         """Wait until one of them ends by itself; which, and how."""
-        waiting = {asyncio.ensure_future(child.wait()): child for child in self._children}
+        waiting = {
+            asyncio.ensure_future(child.wait()): who for who, child in self._children.items()
+        }
         done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
             task.cancel()
-        child = waiting[done.pop()]
-        name = "controller" if child is self._children[-1] else "shard"
-        return f"the {name} of the data store (pid {child.pid}) ended with {child.returncode}"
+        task = done.pop()
+        who = waiting[task]
+        return f"the {_name(who)} of the data store ended with {task.result()}"
 
     async def aclose(self) -> None:
         """End them, the controller first; remove what they leave. Idempotent."""
-        for child in reversed(self._children):
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers.values())
+        self._keepers.clear()
+        children = [self._children[who] for who in sorted(self._children)]
+        for child in children:
             with contextlib.suppress(ProcessLookupError):
                 child.terminate()
-        for child in self._children:
+        for child in children:
             try:
                 async with asyncio.timeout(_STOP_S):
                     await child.wait()
@@ -140,3 +180,12 @@ class StoreProcesses:
         if self._directory is not None:
             self._directory.close()
             self._directory = None
+
+
+def _name(who: int) -> str:
+    return "controller" if who == _CONTROLLER else f"shard {who}"
+
+
+def _last(who: int) -> tuple[bool, int]:
+    """Shards first."""
+    return who == _CONTROLLER, who

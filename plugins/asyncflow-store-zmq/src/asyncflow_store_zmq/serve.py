@@ -17,7 +17,7 @@ import sys
 import threading
 
 from asyncflow_core.errors import AsyncFlowError
-from asyncflow_core.wire import Server
+from asyncflow_core.wire import Server, split_key
 from asyncflow_store_zmq.controller import Controller
 from asyncflow_store_zmq.shard import Shard
 from asyncflow_store_zmq.spec import StoreSpec
@@ -63,7 +63,7 @@ def _end_with_the_starter() -> None:
 async def _controller(spec: StoreSpec) -> None:
     controller = Controller(spec)
     await controller.open()
-    server = spec.server(spec.address, name="store")
+    server = spec.server(split_key(spec.address)[0], name="store")
     controller.expose(server)
     try:
         await _serve(server)

@@ -60,7 +60,9 @@ class StoreSpec:
         return Path(self.directory) / f"shard-{shard}.arena"
 
     def shard_address(self, shard: int) -> str:
-        """Where a shard is to listen: where the controller does, at a port of its own."""
+        """Where a shard is to listen: where it did, or as the controller, at a port of its own."""
+        if shard < len(self.shard_addresses):
+            return split_key(self.shard_addresses[shard])[0]
         if self.address.startswith("tcp://"):
             where, _ = split_key(self.address)
             return f"{where.rpartition(':')[0]}:*"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from asyncflow_core.services.data_store import (
     StoreStats,
     TaskSpec,
 )
-from asyncflow_core.wire import Client, KeyPair
+from asyncflow_core.wire import KeyPair
 from asyncflow_store_zmq.files import clear_directory
+from asyncflow_store_zmq.connection import Connection
 from asyncflow_store_zmq.memory import Call, Steps
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.processes import StoreProcesses
@@ -34,7 +37,9 @@ from asyncflow_store_zmq.session import Session
 
 __all__ = ["ZmqDataStore", "capabilities"]
 
-_TIMEOUT_S = 60.0
+_log = logging.getLogger(__name__)
+_RECONNECT_S = 60.0
+_AGAIN_S = 0.1
 
 
 def capabilities(options: ZmqOptions) -> DataStoreCapabilities:
@@ -45,6 +50,14 @@ def capabilities(options: ZmqOptions) -> DataStoreCapabilities:
         capacity_rows=options.capacity_rows,
         capacity_bytes=options.capacity_bytes,
     )
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A registration, over all lives of the store."""
+
+    task: TaskSpec
+    handle: str
 
 
 class ZmqDataStore(DataStore):
@@ -71,9 +84,9 @@ class ZmqDataStore(DataStore):
         self.address = self._options.connect
         self._token = self._options.token or secrets.token_hex(16)
         self._keys: KeyPair | None = None
-        self._clients: list[Client] = []  # the controller's last
-        self._session: Session | None = None
-        self._waiting: set[asyncio.Task[Any]] = set()
+        self._connection: Connection | None = None
+        self._kept: list[_Kept] = []
+        self._reconnecting = asyncio.Lock()
 
     async def open(self) -> None:
         """Start the store, if need be, and connect; what was started ends if that fails."""
@@ -89,33 +102,18 @@ class ZmqDataStore(DataStore):
         if not self._options.connect:
             self.processes = StoreProcesses(self._options, self._token, self._run_dir)
             self.address = (await self.processes.open()).address
-        session = Session(self.address)
-        self._clients.append(await self._connect(self.address))
-        self._session = session
-        await self._run(session.hello())
-        if not session.local:
-            await self._connect_shards()
+        await self._attach()
 
-    async def _connect_shards(self) -> None:
-        """Those not yet connected; the controller stays last."""
-        for address in self._opened.shard_addresses[len(self._clients) - 1 :]:
-            self._clients.insert(-1, await self._connect(address))
-
-    async def _connect(self, address: str) -> Client:
-        client = Client(
-            address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
-        )
-        await client.open()
-        return client
+    async def _attach(self) -> None:
+        connection = Connection(self.address, name=self._name, token=self._token, keys=self._keys)
+        await connection.open()
+        self._connection = connection
 
     async def aclose(self) -> None:
         """Disconnect; end the store if it was started here."""
-        session, self._session = self._session, None
-        for client in self._clients:
-            await client.aclose()
-        self._clients.clear()
-        if session is not None:
-            session.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.aclose()
         if self.processes is not None:
             await self.processes.aclose()
             self.processes = None
@@ -125,54 +123,103 @@ class ZmqDataStore(DataStore):
         if self.processes is None:
             raise ConfigError("a shard is added by who started the store; this is a client of it")
         address = await self.processes.add_shard()
-        await self._call(Call("store.add_shard", [address]), Any)
+        await self._opened.call(Call("store.add_shard", [address]))
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which another process reaches this store."""
         keys = self._options.keys
         pair = {} if keys is None else {"keys": os.path.abspath(keys)}
-        return {"connect": self.address, "token": self._token, **pair}
-
-    async def _run(self, steps: Steps, returns: Any = Any) -> Any:
-        """Make the calls a session asks for."""
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    result = await self._call(call, returns)
-                except (AsyncFlowError, asyncio.CancelledError) as error:
-                    call = steps.throw(error)
-                else:
-                    call = steps.send(result)
-        except StopIteration as stop:
-            return stop.value
-
-    async def _call(self, call: Call, returns: Any) -> Any:
-        timeout_s = None if call.wait_s is None else call.wait_s + _TIMEOUT_S
-        if call.shard >= len(self._clients) - 1:  # added meanwhile
-            await self._run(self._opened.find_shards())
-            await self._connect_shards()
-        return await self._clients[call.shard].call(
-            call.method, {"m": call.arguments}, returns=returns, timeout_s=timeout_s
-        )
+        return {
+            "connect": self.address,
+            "token": self._token,
+            "reconnect_s": self._reconnect_s,
+            **pair,
+        }
 
     @property
-    def _opened(self) -> Session:
-        if self._session is None:
+    def _reconnect_s(self) -> float:
+        if self.processes is not None:
+            return _RECONNECT_S if self.processes.returns else 0.0
+        return self._options.reconnect_s
+
+    async def _run(self, begin: Callable[[Session], Steps], returns: Any = Any) -> Any:
+        """Do a session's steps; all of them again where the store died meanwhile and came back.
+
+        That is safe: a put is known by its keys, and leases of an earlier life are lost.
+        """
+        while True:
+            connection = self._opened
+            try:
+                return await connection.run(begin(connection.session), returns)
+            except PeerLostError as error:
+                await self._come_back(connection, error)
+
+    async def _come_back(self, old: Connection, lost: PeerLostError) -> None:
+        """Wait until a store that died is there again.
+
+        Raises:
+            PeerLostError: it is not started again, or not in time.
+        """
+        wait_s = self._reconnect_s
+        if not wait_s:
+            raise PeerLostError(
+                f"{lost}; a store without durability is not started again, its rows are gone",
+                service=lost.service,
+            ) from lost
+        deadline = asyncio.get_running_loop().time() + wait_s
+        async with self._reconnecting:
+            if self._connection is not old:
+                return  # somebody else has seen to it, or it was closed
+            _log.warning("%s: %s; waiting for it to be started again", self._name, lost)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._attach_again()
+            except TimeoutError as error:
+                raise PeerLostError(
+                    f"{lost}; it did not come back within {wait_s:g} s", service=lost.service
+                ) from error
+            await old.aclose()
+
+    async def _attach_again(self) -> None:
+        """Connect to the next life, with all registrations, however often that takes."""
+        while True:
+            connection = Connection(
+                self.address, name=self._name, token=self._token, keys=self._keys
+            )
+            try:
+                await connection.open()
+                for kept in self._kept:
+                    kept.handle = await connection.run(connection.session.register(kept.task))
+            except PeerLostError:
+                await connection.aclose()
+                await asyncio.sleep(_AGAIN_S)
+            except BaseException:
+                await connection.aclose()
+                raise
+            else:
+                self._connection = connection
+                return
+
+    @property
+    def _opened(self) -> Connection:
+        if self._connection is None:
             raise ServiceClosedError(
                 "the data store is not open; use it between open() and aclose()"
             )
-        return self._session
+        return self._connection
 
     async def register(self, task: TaskSpec) -> Registration:
         """See `DataStore.register`."""
-        handle = await self._run(self._opened.register(task))
-        return Registration(task, lambda: self._end(handle))
+        kept = _Kept(task, await self._run(lambda session: session.register(task)))
+        self._kept.append(kept)
+        return Registration(task, lambda: self._end(kept))
 
-    async def _end(self, handle: str) -> None:
-        if self._session is not None:
+    async def _end(self, kept: _Kept) -> None:
+        if kept in self._kept:
+            self._kept.remove(kept)
+        if self._connection is not None:
             with contextlib.suppress(PeerLostError, ServiceClosedError):
-                await self._call(Call("store.end", [handle]), Any)
+                await self._connection.call(Call("store.end", [kept.handle]))
 
     async def put(
         self,
@@ -186,8 +233,9 @@ class ZmqDataStore(DataStore):
         wait_s: float | None = None,
     ) -> PutResult:
         """See `DataStore.put`."""
-        steps = self._opened.put(groups, keys, samples, batch, partition, row_bytes, wait_s)
-        result: PutResult = await self._run(steps)
+        result: PutResult = await self._run(
+            lambda session: session.put(groups, keys, samples, batch, partition, row_bytes, wait_s)
+        )
         return result
 
     async def lease(
@@ -203,59 +251,62 @@ class ZmqDataStore(DataStore):
         wait_s: float = 0.0,
     ) -> Lease | None:
         """See `DataStore.lease`."""
-        steps = self._opened.lease(
-            task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s
+        lease: Lease | None = await self._run(
+            lambda session: session.lease(
+                task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s
+            )
         )
-        lease: Lease | None = await self._run(steps)
         return lease
 
     async def read(self, ref: BatchRef, columns: Sequence[str]) -> Batch:
         """See `DataStore.read`; the arrays are the caller's own."""
-        batch: Batch = await self._run(self._opened.read(ref, columns))
+        batch: Batch = await self._run(lambda session: session.read(ref, columns))
         return batch
 
     async def renew(self, leases: Sequence[int], *, lease_s: float) -> tuple[int, ...]:
         """See `DataStore.renew`; a renewal never shortens a lease."""
-        lost: tuple[int, ...] = await self._run(self._opened.renew(leases, lease_s))
+        lost: tuple[int, ...] = await self._run(lambda session: session.renew(leases, lease_s))
         return lost
 
     async def commit(
         self, ref: BatchRef, *, writes: Batch | None = None, version: int | None = None
     ) -> CommitResult:
         """See `DataStore.commit`."""
-        result: CommitResult = await self._run(self._opened.commit(ref, writes, version))
+        result: CommitResult = await self._run(lambda session: session.commit(ref, writes, version))
         return result
 
     async def release(self, ref: BatchRef) -> None:
         """See `DataStore.release`."""
-        await self._run(self._opened.release(ref))
+        await self._run(lambda session: session.release(ref))
 
     async def evict(self, requester: str) -> int:
         """See `SupportsEviction.evict`."""
-        count: int = await self._run(self._opened.evict(requester))
+        count: int = await self._run(lambda session: session.evict(requester))
         return count
 
     async def drop(self, keys: Sequence[Key], *, reason: str) -> int:
         """See `DataStore.drop`."""
-        count: int = await self._run(self._opened.drop(keys, reason))
+        count: int = await self._run(lambda session: session.drop(keys, reason))
         return count
 
     async def notify_weights(self, version: int, note: Any = None) -> None:
         """Announce that weights of a version are there; `note` says where, in plain values."""
-        await self._run(self._opened.notify(version, note))
+        await self._run(lambda session: session.notify(version, note))
 
     async def wait_weights(self, *, after: int, wait_s: float = 60.0) -> tuple[int, Any] | None:
         """The newest announced version above `after`, and its note; None after `wait_s`."""
-        found: tuple[int, Any] | None = await self._run(self._opened.weights(after, wait_s))
+        found: tuple[int, Any] | None = await self._run(
+            lambda session: session.weights(after, wait_s)
+        )
         return found
 
     async def checkpoint(self, version: int) -> None:
         """See `SupportsDurability.checkpoint`."""
-        await self._run(self._opened.checkpoint(version))
+        await self._run(lambda session: session.checkpoint(version))
 
     async def restore(self, version: int) -> int:
         """See `SupportsDurability.restore`."""
-        count: int = await self._run(self._opened.restore(version))
+        count: int = await self._run(lambda session: session.restore(version))
         return count
 
     async def clear(self) -> None:
@@ -270,6 +321,6 @@ class ZmqDataStore(DataStore):
     async def stats(self, *, drops_after: int = 0, wait_s: float = 0.0) -> StoreStats:
         """See `DataStore.stats`; `bytes` counts segments, with their offsets."""
         stats: StoreStats = await self._run(
-            self._opened.stats(drops_after, wait_s), returns=StoreStats
+            lambda session: session.stats(drops_after, wait_s), returns=StoreStats
         )
         return stats
