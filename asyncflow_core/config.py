@@ -27,6 +27,7 @@ __all__ = [
     "EvaluationConfig",
     "FunctionName",
     "InputPath",
+    "ModelConfig",
     "PartConfig",
     "RolloutConfig",
     "RunConfig",
@@ -164,11 +165,41 @@ class WeightSyncConfig(PartConfig):
     versions; 0 for never. Checksums are verified at every version, whatever stands here."""
 
 
+class ModelConfig(ServiceConfig):
+    """A further model beside the one that is trained: a reference, a judge. It never changes."""
+
+    kind: Literal["trainer", "rollout"] = "trainer"
+    """trainer: gives log-probs of responses. rollout: answers prompts."""
+    frozen: Literal[True] = True
+    """Its weights stay; a plugin whose options have a `frozen` is told so."""
+    world_size: int = Field(1, ge=1)
+    """Ranks of one instance of a trainer, a process each."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How a rollout's answers are drawn."""
+    tokenizer: PartConfig | None = None
+    """Between a rollout's ids and texts; default: the run's."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> ModelConfig:
+        without = ("sampling", "tokenizer") if self.kind == "trainer" else ("world_size",)
+        given = [n for n in without if getattr(self, n) != type(self).model_fields[n].default]
+        if given:
+            raise ValueError(
+                f"a model of kind {self.kind} takes no {', '.join(given)}: it would have no effect"
+            )
+        return self
+
+
 class StageConfig(Section):
     """A step of the dataflow between rollout and trainer."""
 
     plugin: str = ""
     """Name of a stage plugin; or else `function`."""
+    model: str = ""
+    """Name under `models`; each worker of the stage has an instance of it, in a process of its own.
+    Alone, with one of kind trainer: the stage writes the log-probs of responses, as `ref_logprobs`
+    unless `writes` names another column. With one of kind rollout: `function` is called as
+    `f(batch, model)`, and `model.generate(texts)` answers texts."""
     options: dict[str, Any] = {}
     """Options of the plugin."""
     function: FunctionName = ""
@@ -198,13 +229,23 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> StageConfig:
-        if bool(self.plugin) == bool(self.function):
+        if self.model and (self.plugin or self.kind == "reward"):
+            raise ValueError("a stage with `model` is alone or has a `function` of kind columns")
+        if bool(self.plugin) == bool(self.function) and not self.model:
             raise ValueError("a stage has either `plugin` or `function`, exactly one of them")
+        if self.model and callable(self.function):
+            raise ValueError(
+                "a function with a `model` runs in the model's process; give it as module:name"
+            )
         if self.function and self.kind == "columns" and not self.writes:
             raise ValueError("a stage by `function` says what it `reads` and `writes`")
         without: tuple[str, ...]
         if self.plugin:
             who, without = "by `plugin`", ("kind", "reads", "writes", "whole_groups", "partitions")
+        elif self.model and not self.function:
+            who, without = "by `model`", ("options", "kind", "reads", "whole_groups")
+            if len(self.writes) > 1:
+                raise ValueError(f"a model's log-probs are one column, not {list(self.writes)}")
         elif self.kind == "reward":
             who, without = "of kind reward", ("options", "writes", "whole_groups")
         else:
@@ -238,6 +279,19 @@ class WorkflowConfig(Section):
     """Samples of one prompt."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates of one step, each on an equal share of its groups."""
+    order: Literal["batches", "ready_first"] = "batches"
+    """What a step trains. batches: exactly the groups admitted to its batch, and it waits for all,
+    so that lengths have the data's distribution. ready_first: the first groups that are ready,
+    which leaves out what takes long; rows too old for the bound are treated by `too_stale`."""
+    too_stale: Literal["requeue", "drop", "mask"] = "requeue"
+    """With order ready_first, rows too old to be trained. requeue: their prompt is answered again.
+    drop: they are dropped, and counted. mask: they count for the step and add nothing to it."""
+    dynamic_sampling: bool = False
+    """Throw away groups whose rewards are all equal, since they teach nothing, and refill their
+    place in the batch with the next prompt."""
+    extra_groups: int = Field(0, ge=0)
+    """Groups that each batch starts beyond `groups_per_step`; the slowest as many are stopped and
+    thrown away, so long responses are trained less than they should: biased."""
 
     @property
     def bound(self) -> int:
@@ -257,12 +311,26 @@ class WorkflowConfig(Section):
                 f"the {self.preset} preset trains at staleness {own}, max_staleness is "
                 f"{self.bound}; leave it out, or use preset async"
             )
+        self._check_policies()
         return self
+
+    def _check_policies(self) -> None:
+        if self.dynamic_sampling and self.group_size == 1:
+            raise ValueError("dynamic_sampling compares the rewards of a group; group_size is 1")
+        if self.order == "batches":
+            if self.too_stale != "requeue":
+                raise ValueError("too_stale has no effect with order batches; leave it out")
+        elif self.preset != "async" or self.extra_groups or self.updates_per_step > 1:
+            raise ValueError(
+                f"order ready_first takes preset async, no extra_groups and updates_per_step 1; got "
+                f"{self.preset}, {self.extra_groups} and {self.updates_per_step}"
+            )
 
 
 class EvaluationConfig(Section):
     """Held-out prompts, answered with the weights before the first and after the last step, and
-    with published versions beside training."""
+    with published versions beside training.
+    """
 
     every: int = Field(0, ge=0)
     """Versions from one evaluation beside training to the next; 0 for none."""
@@ -328,6 +396,8 @@ class RunConfig(Section):
     """The engine that trains."""
     loss: PartConfig
     """What the trainer minimises."""
+    models: dict[StageName, ModelConfig] = {}
+    """Further models, by name; stages use them."""
     stages: dict[StageName, StageConfig]
     """Rewards, advantages and whatever else lies between rollout and trainer, by name."""
     workflow: WorkflowConfig
@@ -357,9 +427,18 @@ class RunConfig(Section):
                 f"rollout.switch_mode {self.rollout.switch_mode} mixes versions within a response, "
                 f"which max_staleness 0 forbids; use drain or auto, or max_staleness >= 1"
             )
-        reserved = {"rollout", "proximal", "train", "record"} & set(self.stages)
+        if self.workflow.order != "batches" and self.checkpoint.every:
+            raise ValueError(
+                "order ready_first cannot be resumed: leave checkpoint.every out, or use order "
+                "batches"
+            )
+        reserved = {"rollout", "proximal", "filter", "train", "record"} & set(self.stages)
         if reserved:
             raise ValueError(f"stage names {sorted(reserved)} are taken by the flow's own tasks")
+        used = {stage.model for stage in self.stages.values()} - {""}
+        idle = sorted(set(self.models) - used)
+        if idle:
+            raise ValueError(f"no stage uses the models {idle}; name them in a stage, or leave out")
         return self
 
 

@@ -162,19 +162,71 @@ class Fsdp2Variant:
 
 
 class LinkVariant:
-    """The rate of the link, both directions at once."""
+    """Swaps as many bytes a step as an ideal step sends, both directions at once."""
 
-    def __init__(self) -> None:
-        self._out, self._in = torch.ones(2**23), torch.empty(2**23)
+    def __init__(self, *, nbytes: int) -> None:
+        self._out, self._in = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
 
     def step(self, number: int) -> float:
         other = 1 - distributed.get_rank()
-        distributed.barrier()
         works = [distributed.irecv(self._in, other), distributed.isend(self._out, other)]
-        start = time.perf_counter()
         for work in works:
             work.wait()
-        return self._out.nbytes / (time.perf_counter() - start)
+        return 0.0
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class PlainVariant:
+    """The model and optimizer of one rank without sharding: what torch itself costs."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._model = Model()
+        for param in self._model.parameters():  # gradients are gone at once, as with hzp
+            param.register_post_accumulate_grad_hook(_forget)
+
+    def step(self, number: int) -> float:
+        loss = loss_of(self._model, number)
+        loss.backward()
+        return float(loss.detach())
+
+    def facts(self) -> dict[str, Any]:
+        """Memory that must be there: parameters and what autograd keeps."""
+        held = sum(param.nbytes for param in self._model.parameters())
+        return {"theory": held + activations()}
+
+
+def _forget(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+class DeepSpeedVariant:
+    """DeepSpeed ZeRO-3 on the same model; every parameter is partitioned."""
+
+    def __init__(self, *, overlap: bool = False) -> None:
+        import deepspeed
+
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        zero = {"stage": 3, "overlap_comm": overlap, "stage3_param_persistence_threshold": 0}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+            "steps_per_print": 1 << 30,
+        }
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+
+    def step(self, number: int) -> float:
+        loss = loss_of(self._engine, number)
+        self._engine.backward(loss)
+        self._engine.step()
+        return float(loss.detach())
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -184,6 +236,8 @@ VARIANTS: dict[str, Callable[..., Any]] = {
     "hzp": HzpVariant,
     "fsdp2": Fsdp2Variant,
     "link": LinkVariant,
+    "plain": PlainVariant,
+    "deepspeed": DeepSpeedVariant,
 }
 
 
@@ -223,15 +277,19 @@ class Rank:
         return value
 
     def steps(self) -> dict[str, Any]:
-        """The mean of some steps that follow another one: what that left under way counts."""
+        """The mean of some steps that follow another one.
+
+        What each step leaves under way is paid by the next: the first timed one pays for the
+        untimed one, the last leaves as much.
+        """
         distributed.barrier()
         self.step()
         sent, start = sent_by_node(self._device), time.perf_counter()
         for _ in range(TIMED):
-            value = self.step()
+            self.step()
         seconds = time.perf_counter() - start
         node, peak = sent_by_node(self._device) - sent, memory("VmHWM") - self._before
-        return {"s": seconds / TIMED, "value": value, "peak": peak, "node_sent": node / TIMED}
+        return {"s": seconds / TIMED, "peak": peak, "node_sent": node / TIMED}
 
     def warm_up(self) -> dict[str, Any]:
         distributed.barrier()

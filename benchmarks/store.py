@@ -311,7 +311,8 @@ async def main() -> None:
     async with ZmqDataStore(large) as few, ZmqDataStore(large) as many:
         result |= await asyncio.to_thread(growth, few, many)
     async with ZmqDataStore(ZmqOptions(capacity_rows=1 << 20)) as store:
-        ours = Ours(**store.attach_options())
+        options = store.attach_options()
+        ours = Ours(options["connect"], options["token"])
         found = await asyncio.to_thread(compare, ours, arguments.rounds, peer=not arguments.no_peer)
         ours.store.close()
     ratios = report(found)

@@ -50,7 +50,8 @@ async def main() -> None:
                 )
             )
             await stack.enter_async_context(store)
-            stores[mode] = Ours(**store.attach_options())
+            options = store.attach_options()
+            stores[mode] = Ours(options["connect"], options["token"])
         await asyncio.to_thread(measure, stores)
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncflow_core.batch import Batch, BatchRef
+from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
 from asyncflow_core.services.rollout import RolloutStats, StagedWeights, SwitchMode
 from asyncflow_core.services.trainer import ForwardBackwardInfo, LossSpec, UpdateInfo
 from asyncflow_core.services.weight_sync import PublishedWeights
@@ -32,6 +32,9 @@ class StepReport:
     Attributes:
         version: completed steps, this one included.
         rows, groups, tokens: trained in it; tokens include prompts.
+        group_keys: of the groups that counted for it.
+        rows_masked: counted for it without being trained.
+        tokens_too_stale: of rows that were too old for it, prompts included.
         updates: optimizer updates since the first, this step's included.
         staleness_rows: staleness in versions to rows.
         staleness_updates_max: over rows, in optimizer updates.
@@ -50,6 +53,9 @@ class StepReport:
     busy_s: float
     commit_s: float
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    group_keys: list[GroupKey] = field(default_factory=list)
+    rows_masked: int = 0
+    tokens_too_stale: int = 0
 
     @property
     def staleness_sum(self) -> int:
@@ -102,6 +108,10 @@ class RolloutControl(StageControl):
     @abstractmethod
     async def compare(self, published: PublishedWeights) -> str:
         """Compare what serves with what was published; the first difference, or nothing."""
+
+    @abstractmethod
+    async def abort(self, keys: Sequence[Key]) -> int:
+        """Stop these responses, which nobody wants any more; how many were running."""
 
     @abstractmethod
     async def stats(self) -> RolloutStats:

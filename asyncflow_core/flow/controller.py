@@ -19,6 +19,7 @@ from asyncflow_core.flow.control import RolloutControl, StageControl, TrainerCon
 from asyncflow_core.flow.folder import RunFolder
 from asyncflow_core.flow.launch import Launcher
 from asyncflow_core.flow.plan import Plan
+from asyncflow_core.flow.policies.over_sampling import STRAGGLER
 from asyncflow_core.flow.processes import EndedError, Processes
 from asyncflow_core.flow.record import Recorder
 from asyncflow_core.flow.replicas import Replicas
@@ -35,7 +36,7 @@ from asyncflow_core.flow.watching import Watching
 from asyncflow_core.flow.worker import first_failure
 from asyncflow_core.flow.workers_here import keep, workers_here
 from asyncflow_core.parts import PartContext, Tokenizer
-from asyncflow_core.services.data_store import DataStore
+from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
 __all__ = ["Controller"]
 
@@ -137,7 +138,8 @@ class Controller:
         prompts = await aside(self._build, "prompts", tokenizer)
         start = self._folder.start
         recorder = Recorder(self._folder, tokenizer, writing, first_batch=start.version)
-        workers = workers_here(self._plan, store, tokenizer, recorder, stack)
+        wasted = self._totals.wasted
+        workers = workers_here(self._plan, store, tokenizer, recorder, wasted, stack)
         self._watching.workers(workers)
         for worker in workers:
             await worker.register()
@@ -167,6 +169,7 @@ class Controller:
             version=start.version,
             assigned=start.assigned,
             note=self._folder.note,
+            dropped=partial(self._dropped, recorder),
         )
         if start.life:
             await supply.bring_back(start.life if self._rows_kept else 0)
@@ -193,6 +196,12 @@ class Controller:
             self._rows_kept = await bring_back_rows(store, start.version, exact=exact)
         wasted = start.tokens_void if self._rows_kept else start.tokens_redone
         self._totals.wasted["resume"] += wasted
+
+    def _dropped(self, recorder: Recorder, dropped: DroppedGroup) -> None:
+        """Forget a group, and count what was generated for nothing where nobody else does."""
+        tokens = recorder.forget(dropped.group)
+        if dropped.reason == STRAGGLER:
+            self._totals.wasted[STRAGGLER] += tokens
 
     def _keep_alive(self, replicas: Replicas, switching: Switching) -> None:
         """Tell the weight protocol and the counters of replicas that die and come back."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from asyncflow_core.batch import Key
 from asyncflow_core.config import PartConfig
 from asyncflow_core.errors import (
     ConfigError,
@@ -32,13 +33,19 @@ from asyncflow_core.flow.launch import (
     StageRole,
     TrainerRole,
 )
+from asyncflow_core.flow.models import StageModel, logprobs_work, with_model
 from asyncflow_core.flow.stage_work import stage_work
-from asyncflow_core.flow.stages import function_contract, make_stage, plugin_contract
+from asyncflow_core.flow.stages import (
+    function_contract,
+    load_function,
+    make_stage,
+    plugin_contract,
+)
 from asyncflow_core.flow.threads import DaemonThread
 from asyncflow_core.flow.train import TrainSettings, TrainWorker
 from asyncflow_core.flow.work import rollout_work
-from asyncflow_core.flow.worker import Worker
-from asyncflow_core.parts import PartContext, Tokenizer
+from asyncflow_core.flow.worker import Work, Worker
+from asyncflow_core.parts import PartContext, Stage, StageContract, Tokenizer
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.base import Service
 from asyncflow_core.services.data_store import DataStore
@@ -147,15 +154,15 @@ class Host:
             rank=spec.rank,
             world_size=spec.world_size,
             run_dir=Path(spec.run_dir),
-            tokenizer=tokenizer or self._tokenizer(),
+            tokenizer=tokenizer or self._tokenizer(spec.tokenizer),
             registry=self._registry,
         )
 
-    def _tokenizer(self) -> Tokenizer | None:
-        if self._spec.tokenizer is None:
+    def _tokenizer(self, part: PartConfig | None) -> Tokenizer | None:
+        if part is None:
             return None
         made: Tokenizer = build_part(
-            self._registry, "tokenizer", self._spec.tokenizer, PartContext(registry=self._registry)
+            self._registry, "tokenizer", part, PartContext(registry=self._registry)
         )
         return made
 
@@ -180,10 +187,9 @@ class Host:
     async def _open_trainer(self, role: TrainerRole) -> TrainerControl:
         weight_sync = await self._open_weight_sync(role.weight_sync)
         trainer = await self._open_service()
-        others = [
-            await self._connect(address, f"trainer-{number}")
-            for number, address in enumerate(role.ranks, 1)
-        ]
+        others = await self._others(
+            {f"trainer-{number}": address for number, address in enumerate(role.ranks, 1)}
+        )
         first = TrainerRank(trainer, self._store, weight_sync)
         ranks = Ranks(first, others, overlaps_export=role.overlaps_export)
         settings = TrainSettings(
@@ -197,24 +203,16 @@ class Host:
             whole_batch=role.whole_batch,
             proximal=role.proximal,
             lease_policy=role.lease_policy,
+            too_stale=role.too_stale,
         )
         return TrainWorker(self._store, ranks, settings)
 
+    async def _others(self, addresses: Mapping[str, str]) -> list[RankControl]:
+        return [await self._connect(address, name) for name, address in addresses.items()]
+
     async def _open_stage(self, role: StageRole) -> StageControl:
-        ctx, stage = self._context(), role.stage
-        plugin = self._registry.get("stage", stage.plugin) if stage.plugin else None
-        options = plugin.parse_options(stage.options) if plugin else None
-        contract = plugin_contract(plugin, options) if plugin else function_contract(stage)
-        executor = DaemonThread(self._spec.name)
-        self._stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-        work = stage_work(
-            make_stage(stage, plugin, options, ctx),
-            contract,
-            ctx.name,
-            executor,
-            timeout_s=stage.timeout_s,
-            calls=CallLog.of(Path(self._spec.run_dir), role.task.name),
-        )
+        stage = role.stage
+        work = await self._model_work(role) if role.model else self._stage_work(role)
         worker = Worker(
             self._store,
             role.task,
@@ -225,6 +223,44 @@ class Host:
             policy=stage.lease_policy,
         )
         return StageProcess(self, worker)
+
+    async def _model_work(self, role: StageRole) -> Work:
+        """Of a stage with a model, an instance of which is this process's service."""
+        assert role.model is not None
+        service, contract = await self._open_service(), function_contract(role.stage)
+        if role.model.kind == "trainer":
+            others = await self._others(role.ranks)
+            return logprobs_work(Ranks(TrainerRank(service, self._store), others), contract)
+        tokenizer = self._tokenizer(role.model.tokenizer or self._spec.tokenizer)
+        model = StageModel(
+            service,
+            SamplingParams(**role.model.sampling.model_dump()),
+            tokenizer,
+            self._spec.seed,
+            asyncio.get_running_loop(),
+        )
+        return self._on_thread(
+            role, with_model(load_function(role.stage.function), model), contract
+        )
+
+    def _stage_work(self, role: StageRole) -> Work:
+        ctx, stage = self._context(), role.stage
+        plugin = self._registry.get("stage", stage.plugin) if stage.plugin else None
+        options = plugin.parse_options(stage.options) if plugin else None
+        contract = plugin_contract(plugin, options) if plugin else function_contract(stage)
+        return self._on_thread(role, make_stage(stage, plugin, options, ctx), contract)
+
+    def _on_thread(self, role: StageRole, stage: Stage, contract: StageContract) -> Work:
+        executor = DaemonThread(self._spec.name)
+        self._stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+        return stage_work(
+            stage,
+            contract,
+            self._spec.name,
+            executor,
+            timeout_s=role.stage.timeout_s,
+            calls=CallLog.of(Path(self._spec.run_dir), role.task.name),
+        )
 
 
 class StageProcess(StageControl):
@@ -319,6 +355,10 @@ class RolloutReplica(RolloutControl):
     async def work(self) -> WorkStats:
         """Of its worker; what its engine did is in `stats`."""
         return self._worker.stats()
+
+    async def abort(self, keys: Sequence[Key]) -> int:
+        """Their rows are dropped: what the engine gives for them is not written anywhere."""
+        return await self._service.abort(keys)
 
     async def stats(self) -> RolloutStats:
         """Of the engine, with what would be lost if it died now."""

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncflow_core.config import PartConfig, SamplingConfig, Section, StageConfig
+from asyncflow_core.config import ModelConfig, PartConfig, SamplingConfig, Section, StageConfig
+from asyncflow_core.flow.policies.ready_first import TooStale
 from asyncflow_core.services.base import Service
 from asyncflow_core.services.data_store import DataStore, TaskSpec
 from asyncflow_core.wire import Heartbeat
@@ -81,6 +82,8 @@ class TrainerRole(Section):
     """Wait for an update's whole share first."""
     lease_policy: str = "fifo"
     """Which groups go first."""
+    too_stale: TooStale = "requeue"
+    """What is done with rows too old, where the task is not in the order of steps."""
     weight_sync: PartConfig
     """Where weights go."""
     proximal: TaskSpec | None = None
@@ -107,6 +110,10 @@ class StageRole(Section):
     """The stage's task."""
     stage: StageConfig
     """What runs."""
+    model: ModelConfig | None = None
+    """Of the stage, where it has one; the process's service is an instance of it."""
+    ranks: dict[str, str] = Field(default_factory=dict)
+    """Process name to address of the model's further ranks, in order."""
 
 
 Role = Annotated[
@@ -129,6 +136,8 @@ class ProcessSpec(Section):
     """What the process does with its service."""
     seed: int = 0
     """Of the run."""
+    group: str = ""
+    """Of the ranks of one service, which meet each other."""
     rank: int = 0
     """Among `world_size`."""
     world_size: int = 1

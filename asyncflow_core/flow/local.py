@@ -64,7 +64,7 @@ class LocalLauncher(Launcher):
         self._directory: RunDirectory | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._processes: list[LocalProcess] = []
-        self._master_port = 0
+        self._ports: dict[str, int] = {}
 
     @property
     def run_dir(self) -> Path:
@@ -81,9 +81,6 @@ class LocalLauncher(Launcher):
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        with socket.socket() as probe:  # for torch.distributed's rendezvous of trainer ranks
-            probe.bind(("127.0.0.1", 0))
-            self._master_port = probe.getsockname()[1]
 
     async def start(self, spec: ProcessSpec, store: DataStore) -> RunningProcess:
         """Start one process; it reaches the store by its address."""
@@ -129,9 +126,17 @@ class LocalLauncher(Launcher):
                 "LOCAL_RANK": str(spec.rank),
                 "WORLD_SIZE": str(spec.world_size),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._master_port),
+                "MASTER_PORT": str(self._port_of(spec.group)),
             }
         return environment | spec.env
+
+    def _port_of(self, group: str) -> int:
+        """Where the ranks of a group meet by torch.distributed: free when first asked for."""
+        if group not in self._ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._ports[group] = probe.getsockname()[1]
+        return self._ports[group]
 
 
 class LocalProcess(RunningProcess):

@@ -5,6 +5,7 @@ Nothing is started. `asyncflow doctor` prints what this finds; a run begins with
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import ConfigError, PluginError
 from asyncflow_core.flow.checks import CAPABILITIES, capability_faults
 from asyncflow_core.flow.dataflow import dataflow_faults
+from asyncflow_core.flow.filtering import KEPT, filter_task
 from asyncflow_core.flow.proximal import PROXIMAL, proximal_task
 from asyncflow_core.flow.stages import function_contract, plugin_contract
 from asyncflow_core.flow.work import ROLLOUT_WRITES
@@ -114,13 +116,7 @@ class _Planner:
         if config is not None and config.model and not os.path.isdir(config.model):
             self._no_model = config.model
             self._fault(("model",), f"there is no directory {config.model!r}")
-        for section in _SECTIONS:
-            if isinstance(tree.get(section), Mapping):
-                self._choose(section, (section,), tree[section])
-        stages = tree.get("stages")
-        for name, stage in stages.items() if isinstance(stages, Mapping) else ():
-            if isinstance(stage, Mapping) and stage.get("plugin"):
-                self._choose("stage", ("stages", name), stage)
+        self._choose_all(tree)
         if config is None:
             raise ConfigError(self._faults)
         able = {name: chosen.capabilities for name, chosen in self._chosen.items()}
@@ -133,6 +129,18 @@ class _Planner:
             raise ConfigError(self._faults)
         mode = self._switch_mode(config)
         return Plan(self._resolved(config), self._registry, self._chosen, tasks, mode)
+
+    def _choose_all(self, tree: Mapping[str, Any]) -> None:
+        for section in _SECTIONS:
+            if isinstance(tree.get(section), Mapping):
+                self._choose(section, (section,), tree[section])
+        for name, model in _named(tree.get("models")):
+            kind = model.get("kind", "trainer")
+            if kind in ("trainer", "rollout"):
+                self._choose(kind, ("models", name), model)
+        for name, stage in _named(tree.get("stages")):
+            if stage.get("plugin"):
+                self._choose("stage", ("stages", name), stage)
 
     def _fault(self, path: tuple[str | int, ...], message: str) -> None:
         self._faults.append(self._source.fault(path, message))
@@ -169,9 +177,10 @@ class _Planner:
             self._fault((*path, "plugin"), str(error))
             return
         values = dict(given)
-        for key in self._shared.keys() & plugin.options.model_fields.keys():
+        shared = {**self._shared, "frozen": True} if path[0] == "models" else self._shared
+        for key in shared.keys() & plugin.options.model_fields.keys():
             self._taken.add(key)
-            values.setdefault(key, self._shared[key])
+            values.setdefault(key, shared[key])
         if kind == "data_store":
             values = {**self._store_directory(plugin, values), **values}
         bound = self._shared.get("max_staleness")
@@ -216,7 +225,8 @@ class _Planner:
     def _complete(self, config: RunConfig) -> bool:
         """Whether every plugin was found and is sound."""
         stages = [f"stages.{name}" for name, stage in config.stages.items() if stage.plugin]
-        return self._chosen.keys() >= {*_SECTIONS, *stages}
+        models = [f"models.{name}" for name in config.models]
+        return self._chosen.keys() >= {*_SECTIONS, *stages, *models}
 
     def _switch_mode(self, config: RunConfig) -> SwitchMode:
         wanted = config.rollout.switch_mode
@@ -243,7 +253,11 @@ class _Planner:
             name: part(stage, self._chosen[f"stages.{name}"]) if stage.plugin else stage
             for name, stage in config.stages.items()
         }
-        return config.model_copy(update={**updates, "stages": stages})
+        models = {
+            name: part(model, self._chosen[f"models.{name}"])
+            for name, model in config.models.items()
+        }
+        return config.model_copy(update={**updates, "models": models, "stages": stages})
 
     def _tasks(self, config: RunConfig) -> dict[str, TaskSpec]:
         everything = ("train", "eval")
@@ -259,7 +273,7 @@ class _Planner:
             )
         ]
         for name, stage in config.stages.items():
-            contract = self._contract(name, stage)
+            contract = self._contract(name, stage, config)
             self._unknown |= contract is None
             if contract is not None:
                 tasks.append(
@@ -281,10 +295,14 @@ class _Planner:
                 del reads[PROXIMAL]
             else:
                 tasks.append(proximal_task(turns))
-        train = TaskSpec("train", tuple(reads), (), True, ("train",), Order.STEP, turns)
+        if flow.dynamic_sampling:
+            tasks.append(filter_task(turns))
+            reads[KEPT] = None
+        order = Order.STEP if flow.order == "batches" else Order.ADMITTED
+        train = TaskSpec("train", tuple(reads), (), True, ("train",), order, turns)
         tasks.append(train)
         written = {column for task in tasks for column in task.writes}
-        record = (*_RECORD_READS, *({"reward_error"} & written))
+        record = (*_RECORD_READS, *sorted({"reward_error", KEPT} & written))
         partitions = everything if config.evaluation else ("train",)
         tasks.append(TaskSpec("record", record, partitions=partitions))
         # With a task or the prompts unknown, every column of theirs would be a fault, too.
@@ -293,8 +311,29 @@ class _Planner:
                 self._fault(_PLACES.get(fault.task, ("stages", fault.task)), fault.message)
         return {task.name: task for task in tasks}
 
-    def _contract(self, name: str, stage: StageConfig) -> StageContract | None:
+    def _uses_model(self, name: str, stage: StageConfig, config: RunConfig) -> bool:
+        model = config.models.get(stage.model)
+        if model is None:
+            near = difflib.get_close_matches(stage.model, config.models, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            there = ", ".join(config.models) or "none"
+            self._fault(
+                ("stages", name, "model"),
+                f"there is no {stage.model!r} under models (there are: {there}){hint}",
+            )
+        elif bool(stage.function) == (model.kind == "trainer"):
+            want = "no function" if model.kind == "trainer" else "a function f(batch, model)"
+            self._fault(
+                ("stages", name), f"model {stage.model!r} is of kind {model.kind}: it takes {want}"
+            )
+        else:
+            return True
+        return False
+
+    def _contract(self, name: str, stage: StageConfig, config: RunConfig) -> StageContract | None:
         """What a stage reads and writes; None if that is not known, which is a fault."""
+        if stage.model and not self._uses_model(name, stage, config):
+            return None
         try:
             if not stage.plugin:
                 return function_contract(stage)
@@ -313,3 +352,9 @@ class _Planner:
         except ConfigError as error:
             self._fault(("prompts", "plugin"), str(error))
             return None
+
+
+def _named(sections: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Name and section, of those that are sections at all."""
+    found = sections.items() if isinstance(sections, Mapping) else ()
+    return [(name, section) for name, section in found if isinstance(section, Mapping)]

@@ -15,6 +15,7 @@ import logging
 from asyncflow_core.batch import Batch
 from asyncflow_core.errors import LeaseLostError
 from asyncflow_core.flow.fanout import Ranks
+from asyncflow_core.flow.stages import LOGPROB_READS
 from asyncflow_core.flow.worker import LeaseKeeper
 from asyncflow_core.services.data_store import DataStore, Lease, Order, Registration, TaskSpec
 
@@ -30,10 +31,9 @@ _WAIT_S = 5.0
 
 def proximal_task(batch_groups: int = 0) -> TaskSpec:
     """What the store sees."""
-    reads = ("prompt_ids", "response_ids", "sampling")
     return TaskSpec(
         "proximal",
-        reads,
+        LOGPROB_READS,
         (PROXIMAL,),
         whole_groups=True,
         order=Order.STEP,

@@ -18,12 +18,12 @@ from asyncflow_core.errors import DataError
 from asyncflow_core.parts import Tokenizer
 from asyncflow_core.services.data_store import RowInfo
 
-__all__ = ["Recorder", "Rewards"]
+__all__ = ["Folder", "Recorder", "Rewards"]
 
 
 @dataclass(slots=True)
 class Rewards:
-    """Rewards of one batch or one evaluation; `seen` has the rows they are of."""
+    """Rewards of one group or one evaluation; `seen` has the rows they are of."""
 
     seen: set[Key] = field(default_factory=set)
     values: list[float] = field(default_factory=list)
@@ -32,6 +32,13 @@ class Rewards:
     last_error: str = ""
     oldest: int | None = None
     newest: int | None = None
+
+    def add(self, other: Rewards) -> None:
+        """Take another's rewards in; of which rows they are is forgotten."""
+        self.values += other.values
+        self.tokens += other.tokens
+        self.errors += other.errors
+        self.last_error = other.last_error or self.last_error
 
     def made_at(self, versions: Sequence[int]) -> None:
         """Note which versions have a token in a row."""
@@ -73,7 +80,7 @@ class Recorder:
         self._tokenizer = tokenizer
         self._thread = thread
         self._changed = asyncio.Event()
-        self.batches: defaultdict[int, Rewards] = defaultdict(Rewards)
+        self.groups: defaultdict[GroupKey, Rewards] = defaultdict(Rewards)
         self.evaluations: defaultdict[int, Rewards] = defaultdict(Rewards)
 
     async def observe(self, rows: Sequence[RowInfo], batch: Batch) -> None:
@@ -130,7 +137,7 @@ class Recorder:
     def _rewards(self, info: RowInfo) -> Rewards:
         if info.batch is None:
             return self.evaluations[info.key.epoch]
-        return self.batches[info.batch]
+        return self.groups[info.key.group]
 
     def _count(self, info: RowInfo, reward: float, tokens: int, error: str | None) -> None:
         rewards = self._rewards(info)
@@ -150,12 +157,19 @@ class Recorder:
                 f"row {key}: the tokenizer cannot decode {ids.tolist()}: {error}"
             ) from error
 
-    async def wait_batch(self, batch: int, rows: int) -> Rewards:
-        """The rewards of a batch, once `rows` of it were seen; it is then forgotten."""
-        while len(self.batches[batch].values) < rows:
+    async def wait_groups(self, groups: Sequence[GroupKey], rows: int) -> Rewards:
+        """The rewards of training groups, once `rows` were seen; they are then forgotten."""
+        while sum(len(self.groups[group].values) for group in groups) < rows:
             self._changed.clear()
             await self._changed.wait()
-        return self.batches.pop(batch)
+        found = Rewards()
+        for group in groups:
+            found.add(self.groups.pop(group))
+        return found
+
+    def forget(self, group: GroupKey) -> int:
+        """A training group was dropped; response tokens that were seen of it."""
+        return self.groups.pop(group, Rewards()).tokens
 
     def take_evaluation(self, version: int) -> Rewards:
         """What was seen of the evaluation of a version; it is then forgotten."""
@@ -167,8 +181,6 @@ class Recorder:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-
-
 
 
 def _errors(batch: Batch) -> Iterable[str | None]:

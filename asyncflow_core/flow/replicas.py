@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 
+from asyncflow_core.batch import Key
 from asyncflow_core.errors import ServiceError
 from asyncflow_core.flow.control import RolloutControl
 from asyncflow_core.services.rollout import RolloutStats
@@ -51,6 +53,13 @@ class Replicas:
                 self._last[name] = await control.stats()
             except ServiceError:
                 continue  # dead or about to be: its end is seen elsewhere
+
+    async def abort(self, keys: Sequence[Key]) -> None:
+        """Stop responses whose rows are dropped, wherever they run."""
+        for control in list(self._controls.values()):
+            # One that is dead or about to be has stopped them; its end is seen elsewhere.
+            with contextlib.suppress(ServiceError):
+                await control.abort(keys)
 
     async def totals(self) -> RolloutStats:
         """Counters of all, those included that are gone."""

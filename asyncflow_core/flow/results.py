@@ -38,6 +38,7 @@ class Summary:
         max_staleness_updates: in optimizer updates.
         rows_put, rows_trained: training rows. rows_evaluated: held-out rows.
         rows_dropped_by_reason: cause to rows.
+        rows_masked: counted for a step without being trained, being too old.
         rows_by_staleness: versions to trained rows.
         eval_scores: version to share of held-out responses that were right.
         tokens_generated: response tokens, of all replicas. tokens_trained, tokens_evaluated: of
@@ -67,6 +68,7 @@ class Summary:
     busy_rollout: float
     busy_trainer: float
     rows_dropped_by_reason: dict[str, int] = field(default_factory=dict)
+    rows_masked: int = 0
     rows_by_staleness: dict[str, int] = field(default_factory=dict)
     eval_scores: dict[str, float] = field(default_factory=dict)
     tokens_generated: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ __all__ = ["in_processes", "process_specs"]
 
 
 def in_processes(stage: StageConfig) -> bool:
-    """Whether a stage runs in worker processes: a function by `module:name` does."""
-    return isinstance(stage.function, str) and bool(stage.function)
+    """Whether a stage runs in worker processes: by a function `module:name`, or with a model."""
+    return bool(stage.model) or (isinstance(stage.function, str) and bool(stage.function))
 
 
 def process_specs(
@@ -95,6 +95,7 @@ def process_specs(
             kind="trainer",
             plugin=chosen.plugin,
             options=chosen.options,
+            group="trainer",
             rank=rank,
             world_size=config.trainer.world_size,
             role=_rank_role(plan, weight_sync)
@@ -102,7 +103,9 @@ def process_specs(
             else _trainer_role(plan, weight_sync, run_dir),
         )
     for name, stage in config.stages.items():
-        if in_processes(stage):
+        if stage.model:
+            yield from _model_specs(plan, name, spec, run_dir)
+        elif in_processes(stage):
             for number in range(stage.workers):
                 yield spec(
                     f"{name}-{number}",
@@ -110,6 +113,37 @@ def process_specs(
                     kind="stage",
                     role=StageRole(task=plan.tasks[name], stage=stage),
                 )
+
+
+def _model_specs(
+    plan: Plan, name: str, spec: Callable[..., ProcessSpec], run_dir: Path
+) -> Iterator[ProcessSpec]:
+    """The processes of a stage with a model: an instance a worker, of one or more ranks."""
+    stage = plan.config.stages[name]
+    model, chosen = plan.config.models[stage.model], _part(plan, f"models.{stage.model}")
+    share = len(model.devices) // stage.workers
+    for number in range(stage.workers):
+        group = f"{name}-{number}"
+        others = [f"{group}-rank{rank}" for rank in range(1, model.world_size)]
+        for rank, process in enumerate([group, *others]):
+            leading = StageRole(
+                task=plan.tasks[name],
+                stage=stage,
+                model=model,
+                ranks={other: f"ipc://{run_dir}/{other}.sock" for other in others},
+            )
+            yield spec(
+                process,
+                model,
+                model.devices[number * share : (number + 1) * share],
+                kind=model.kind,
+                plugin=chosen.plugin,
+                options=chosen.options,
+                group=group,
+                rank=rank,
+                world_size=model.world_size,
+                role=RankRole() if rank else leading,
+            )
 
 
 def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> TrainerRole:
@@ -124,6 +158,7 @@ def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> Trainer
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         whole_batch=flow.preset == "sequential",
         lease_policy=config.trainer.lease_policy,
+        too_stale=flow.too_stale,
         weight_sync=weight_sync,
         proximal=plan.tasks.get("proximal"),
         overlaps_export=plan.overlaps_export,

@@ -12,7 +12,10 @@ from asyncflow_core.errors import ConfigError
 from asyncflow_core.parts import PartContext, Stage, StageContract, row_scorer
 from asyncflow_core.registry import Plugin
 
-__all__ = ["function_contract", "load_function", "make_stage", "plugin_contract"]
+__all__ = ["LOGPROB_READS", "function_contract", "load_function", "make_stage", "plugin_contract"]
+
+LOGPROB_READS = ("prompt_ids", "response_ids", "sampling")
+"""What a trainer reads to give log-probs of responses."""
 
 _TEXTS = {"prompt": "prompt_ids", "response": "response_ids"}
 
@@ -51,6 +54,9 @@ def function_contract(stage: StageConfig) -> StageContract:
     Raises:
         ConfigError: the function cannot be loaded, or a reward takes no usable parameters.
     """
+    if stage.model and not stage.function:
+        writes = stage.writes or ("ref_logprobs",)
+        return StageContract(LOGPROB_READS, writes, partitions=stage.partitions or ("train",))
     function = load_function(stage.function)
     if stage.kind == "columns":
         partitions = stage.partitions or ("train",)

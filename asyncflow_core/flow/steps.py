@@ -13,6 +13,7 @@ from asyncflow_core.flow.control import StepReport, TrainerControl
 from asyncflow_core.flow.evaluation import Evaluations
 from asyncflow_core.flow.folder import RunFolder
 from asyncflow_core.flow.plan import Plan
+from asyncflow_core.flow.policies.over_sampling import STRAGGLER
 from asyncflow_core.flow.record import Recorder
 from asyncflow_core.flow.replicas import Replicas
 from asyncflow_core.flow.results import StepResult
@@ -111,7 +112,7 @@ class Steps:
             stepping = group.create_task(parts.trainer.step(first))
         for version in range(first + 1, steps + 1):
             report = await stepping
-            parts.supply.advance(version)  # its puts go beside the export
+            late = parts.supply.advance(version, report.group_keys)  # puts go beside the export
             publishing = group.create_task(self._publish(version, group))
             saved_s = 0.0
             if self._saving.due(version):
@@ -125,6 +126,9 @@ class Steps:
                 else:
                     await publishing
                 stepping = group.create_task(parts.trainer.step(version))
+            if late:
+                await parts.store.drop(late, reason=STRAGGLER)
+                await parts.replicas.abort(late)
             await self._record(report, publishing, saved_s)
         await self._count_time()
 
@@ -155,7 +159,8 @@ class Steps:
         parts, switching = self._parts, self._parts.switching
         now = time.perf_counter()
         wall_s, self._step_ended = now - self._step_ended, now
-        rewards = await parts.recorder.wait_batch(report.version - 1, report.rows)
+        rows = report.rows + report.rows_masked
+        rewards = await parts.recorder.wait_groups(report.group_keys, rows)
         if rewards.errors and not self._totals.reward_errors:
             _log.warning("a reward failed and counts 0: %s", rewards.last_error)
         weights, publish_s = await publishing
@@ -185,5 +190,3 @@ class Steps:
             await self._saving.finish(report.version)
         steps = self._config.workflow.steps
         self._on_step(StepResult(report.version, steps, record))
-
-

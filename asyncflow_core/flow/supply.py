@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncflow_core.batch import Batch, Column, GroupKey
+from asyncflow_core.batch import Batch, Column, GroupKey, Key
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import AsyncFlowError, ConfigError, DataError, ServiceError
 from asyncflow_core.flow.admission import Admission
-from asyncflow_core.flow.assigned import Assigned, dropped_record, groups_record
+from asyncflow_core.flow.assigned import TRAINING, Assigned, dropped_record, groups_record
 from asyncflow_core.flow.cursor import PromptCursor, fingerprint
+from asyncflow_core.flow.policies.dynamic_sampling import ALL_EQUAL
+from asyncflow_core.flow.policies.over_sampling import BIASED, STRAGGLER, OverSampling
+from asyncflow_core.flow.policies.ready_first import TOO_STALE, ReadyAdmission
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
@@ -30,6 +33,12 @@ _log = logging.getLogger(__name__)
 
 EVALUATION = 1
 """Source of held-out prompts, as keys number them; see `Supply.bring_back`."""
+
+_AGAIN = 1 << 15
+"""Source of prompts that are answered again with order ready_first; one more each time."""
+
+_POLICIES = (ALL_EQUAL, STRAGGLER, TOO_STALE)
+"""Reasons to drop a group that policies have."""
 
 _SAID_IN_A_ROW = 3
 """Dropped groups of one step that are warned of."""
@@ -62,6 +71,7 @@ class Supply:
         version: int = 0,
         assigned: Assigned | None = None,
         note: Callable[[Mapping[str, Any]], None] | None = None,
+        dropped: Callable[[DroppedGroup], None] | None = None,
     ) -> None:
         """Start at the first prompt of epoch 0, or where an earlier life of the run was.
 
@@ -73,6 +83,7 @@ class Supply:
             version: completed steps.
             assigned: what was drawn before; batches below `version` are trained.
             note: writes down a record of `Assigned`, on the thread, before the store sees it.
+            dropped: is told of every dropped group of training.
         """
         self._store = store
         self._prompts = prompts
@@ -80,8 +91,17 @@ class Supply:
         self._thread = thread
         self._note = note
         flow = config.workflow
-        self._admission = Admission(
+        self._over = OverSampling(
             groups_per_step=flow.groups_per_step,
+            extra_groups=flow.extra_groups,
+            group_size=flow.group_size,
+        )
+        if flow.extra_groups:
+            _log.warning("%s", BIASED)
+        self._version = version
+        self._dropped = dropped or _nothing
+        self._admission = (Admission if flow.order == "batches" else ReadyAdmission)(
+            groups_per_step=self._over.started,
             steps=flow.steps,
             max_staleness=flow.bound,
             version=version,
@@ -123,21 +143,28 @@ class Supply:
             batch: deque((key, records[key]) for key in living) for batch, living in batches.items()
         }
 
-    def advance(self, version: int) -> None:
-        """A step completed: the next batch may be admitted."""
+    def advance(self, version: int, trained: Sequence[GroupKey] = ()) -> list[Key]:
+        """A step completed, which trained these groups: the next batch may be admitted.
+
+        Returns:
+            Rows of its batch that are not waited for, to be dropped.
+        """
+        late = []
+        if self._config.workflow.extra_groups:
+            late = self._over.stragglers(self.assigned.living(version - 1), trained)
+        self._version = version
         self._admission.advance(version)
         self.assigned.close(version)
         self._dropped_in_a_row = 0
         self._wake.set()
+        return late
 
     async def held_out(self) -> list[PromptRecord]:
         """The held-out prompts; none without an evaluation."""
         evaluation = self._config.evaluation
         if evaluation is None:
             return []
-        return await self._aside(
-            lambda: list(islice(self._prompts.evaluation(), evaluation.limit))
-        )
+        return await self._aside(lambda: list(islice(self._prompts.evaluation(), evaluation.limit)))
 
     async def evaluate(
         self, version: int, records: Sequence[PromptRecord], samples: int, *, first: int = 0
@@ -260,12 +287,12 @@ class Supply:
         """Refuse what would wait for ever: a batch that can never be whole in the store."""
         flow = self._config.workflow
         batches = min(flow.steps, flow.bound + 1)
-        needed = batches * flow.groups_per_step * flow.group_size * nbytes
+        needed = batches * self._over.started * flow.group_size * nbytes
         there = (await self._store.stats()).capacity_bytes
         if there < needed:
             raise ConfigError(
                 f"the data store holds {there} bytes, but {batches} batch(es) of "
-                f"{flow.groups_per_step} x {flow.group_size} rows of up to {nbytes} bytes may be "
+                f"{self._over.started} x {flow.group_size} rows of up to {nbytes} bytes may be "
                 f"open, which take {needed}; raise its capacity_bytes, or make batches smaller"
             )
 
@@ -275,25 +302,44 @@ class Supply:
             stats = await self._store.stats(drops_after=self._drops_seen, wait_s=30.0)
             for dropped in stats.dropped_groups:
                 self._drops_seen = dropped.serial
-                if dropped.batch is not None:
-                    await self._write(dropped_record(dropped.batch, [dropped.group]))
-                self._replace(dropped)
+                if dropped.batch is not None:  # else its evaluation counts it
+                    self._dropped(dropped)
+                    await self._replace(dropped, dropped.batch)
 
-    def _replace(self, dropped: DroppedGroup) -> None:
-        if dropped.batch is None:  # its evaluation counts it
-            return
+    async def _replace(self, dropped: DroppedGroup, batch: int) -> None:
+        flow, trained = self._config.workflow, batch < self._version
+        if flow.order == "batches" and trained:
+            return  # over-sampling: its batch has what it needs
+        if not trained:
+            await self._write(dropped_record(batch, [dropped.group]))
         self._dropped_in_a_row += 1
-        limit = 10 * self._config.workflow.groups_per_step
+        limit = 10 * flow.groups_per_step
         if self._dropped_in_a_row > limit:
             raise ServiceError(
                 f"{self._dropped_in_a_row} prompt groups were dropped within one step, the last: "
                 f"{dropped.reason}; the run would never end"
             )
         # The first few tell; hundreds would hide everything else.
-        level = logging.WARNING if self._dropped_in_a_row <= _SAID_IN_A_ROW else logging.DEBUG
+        # What a policy throws away is what the user asked for.
+        said = self._dropped_in_a_row > _SAID_IN_A_ROW or dropped.reason in _POLICIES
+        level = logging.DEBUG if said else logging.WARNING
         _log.log(level, "group %s of batch %d is replaced: %s", *_dropped_words(dropped))
-        self._admission.replace(dropped.batch)
+        if flow.too_stale == "requeue" and dropped.reason == TOO_STALE:
+            await self._requeue(dropped.group)
+        self._admission.replace(batch)
         self._wake.set()
+
+    async def _requeue(self, group: GroupKey) -> None:
+        """Let the same prompt take the place of its group, by a key the store does not know."""
+        drawn = GroupKey(TRAINING, group.epoch, group.sequence)
+        found = await self._aside(partial(self._cursor.again, [drawn]))
+        source = _AGAIN if group.source == TRAINING else group.source + 1
+        again = GroupKey(source, group.epoch, group.sequence)
+        self._again.setdefault(self._version, deque()).append((again, found[drawn]))
+
+
+def _nothing(dropped: DroppedGroup) -> None:
+    del dropped
 
 
 def _dropped_words(dropped: DroppedGroup) -> tuple[str, int | None, str]:

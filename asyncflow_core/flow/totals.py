@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from asyncflow_core import metrics
 from asyncflow_core.config import RunConfig
 from asyncflow_core.flow.control import StepReport
+from asyncflow_core.flow.policies.ready_first import TOO_STALE
 from asyncflow_core.flow.record import Rewards
 from asyncflow_core.flow.results import Summary
 from asyncflow_core.flow.status import Staleness, Tokens
@@ -30,6 +31,7 @@ class Totals:
             of weights lost not included: engines count that.
         staleness: of the trained rows.
         scores: version to share of held-out responses that were right.
+        rows_masked: counted for a step without being trained.
         begun: whether training began. last: metrics of the last step.
     """
 
@@ -51,6 +53,7 @@ class Totals:
     rows_put: int = 0
     rows_evaluated: int = 0
     scores: dict[int, float] = field(default_factory=dict)
+    rows_masked: int = 0
     begun: bool = False
     last: dict[str, float] = field(default_factory=dict)
 
@@ -61,6 +64,9 @@ class Totals:
         self.tokens += report.tokens
         self.response_tokens += rewards.tokens
         self.staleness.add(report.version, report.staleness_rows)
+        self.rows_masked += report.rows_masked
+        if report.tokens_too_stale:
+            self.wasted[TOO_STALE] += report.tokens_too_stale
         self.staleness_sum += report.staleness_sum
         self.staleness_max = max(self.staleness_max, report.staleness_max)
         self.staleness_updates_max = max(self.staleness_updates_max, report.staleness_updates_max)
@@ -107,6 +113,7 @@ class Totals:
             busy_rollout=self.rollout_busy_s / self.wall_s,
             busy_trainer=self.trainer_busy_s / self.wall_s,
             rows_dropped_by_reason=rows_dropped,
+            rows_masked=self.rows_masked,
             rows_by_staleness={str(n): rows for n, rows in sorted(self.staleness.rows.items())},
             tokens_generated=tokens.generated,
             tokens_trained=tokens.trained,

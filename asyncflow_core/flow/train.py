@@ -15,15 +15,26 @@ from dataclasses import dataclass, field
 
 from asyncflow_core import metrics
 from asyncflow_core.batch import BatchRef, GroupKey
-from asyncflow_core.errors import LeaseLostError, ServiceError, StalenessViolationError
+from asyncflow_core.errors import LeaseLostError, ServiceError
 from asyncflow_core.flow.busy import Busy
 from asyncflow_core.flow.control import StepReport, TrainerControl, WorkStats
 from asyncflow_core.flow.fanout import Ranks
 from asyncflow_core.flow.micro_batches import split
+from asyncflow_core.flow.policies.fixed_batches import FixedBatches
+from asyncflow_core.flow.policies.ready_first import ReadyFirst, TooStale
+from asyncflow_core.flow.policies.sorted_rows import TrainOrder, staleness
 from asyncflow_core.flow.proximal import Proximal
 from asyncflow_core.flow.worker import LeaseKeeper, first_failure
 from asyncflow_core.metrics import Means
-from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
+from asyncflow_core.services.data_store import (
+    CommitResult,
+    DataStore,
+    Lease,
+    Order,
+    Registration,
+    RowInfo,
+    TaskSpec,
+)
 from asyncflow_core.services.trainer import LossSpec
 from asyncflow_core.services.weight_sync import PublishedWeights
 
@@ -47,6 +58,7 @@ class TrainSettings:
         whole_batch: wait for the whole share of an update before computing any of it.
         lease_s: life of the trainer's leases.
         lease_policy: which groups of a batch go first.
+        too_stale: what is done with rows too old, where the task is not in the order of steps.
         proximal: task of the log-probs by the step's first weights, where the loss asks for them.
     """
 
@@ -60,6 +72,7 @@ class TrainSettings:
     whole_batch: bool
     lease_s: float = 300.0
     lease_policy: str = "fifo"
+    too_stale: TooStale = "requeue"
     proximal: TaskSpec | None = None
 
 
@@ -77,14 +90,18 @@ class _Tally:
     busy_s: float = 0.0
     commit_s: float = 0.0
     updates: int = 0
+    group_keys: list[GroupKey] = field(default_factory=list)
+    rows_masked: int = 0
+    tokens_too_stale: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A leased row."""
+    """A leased row; a masked one counts for the step, and is not trained."""
 
     lease: Lease
     info: RowInfo
+    masked: bool = False
 
 
 class TrainWorker(TrainerControl):
@@ -102,6 +119,9 @@ class TrainWorker(TrainerControl):
         self._settings = settings
         self._keeper = LeaseKeeper(store, settings.lease_s)
         self._registration: Registration | None = None
+        self._order: TrainOrder = FixedBatches(settings.max_staleness)
+        if settings.task.order is Order.ADMITTED:
+            self._order = ReadyFirst(settings.max_staleness, settings.too_stale)
         self._proximal: Proximal | None = None
         if settings.proximal is not None:
             self._proximal = Proximal(
@@ -179,6 +199,9 @@ class TrainWorker(TrainerControl):
             busy_s=tally.busy_s,
             commit_s=tally.commit_s,
             metrics=tally.means.pairs(),
+            group_keys=tally.group_keys,
+            rows_masked=tally.rows_masked,
+            tokens_too_stale=tally.tokens_too_stale,
         )
 
     async def _update(self, version: int, update: int, tally: _Tally) -> None:
@@ -205,24 +228,27 @@ class TrainWorker(TrainerControl):
         )
         tally.updates = info.updates
         tally.tokens += tokens
-        tally.rows += len(held)
-        self._rows += len(held)
+        tally.group_keys += _groups(held)
         tally.groups += len(_groups(held))
-        self._count_staleness(version, update, held, tally)
+        trained = [row for row in held if not row.masked]
+        tally.rows += len(trained)
+        tally.rows_masked += len(held) - len(trained)
+        self._rows += len(trained)
+        self._count_staleness(version, update, trained, tally)
 
     async def _gradients(self, version: int, held: list[_Held], tally: _Tally) -> tuple[Means, int]:
         """Fill `held` to this update's share and collect its gradient, as rows become ready."""
         share = self._settings.groups_per_step // self._settings.updates_per_step
         enough = self._settings.micro_batch_tokens * self._ranks.world_size
         means, tokens = Means(), 0
-        todo = list(held)
+        todo = [row for row in held if not row.masked]
         while True:
             complete = len(_groups(held)) >= share
             ready = sum(row.info.tokens for row in todo)
             if not complete and (self._settings.whole_batch or ready < enough):
                 more = await self._lease(version, share - len(_groups(held)), tally)
                 held.extend(more)
-                todo.extend(more)
+                todo.extend(row for row in more if not row.masked)
                 continue
             if self._settings.whole_batch:
                 # In the order of keys, whatever order they came in: sums of floats depend on it.
@@ -279,22 +305,26 @@ class TrainWorker(TrainerControl):
             given = [row.info for row in rows if row.info.key.group in surplus]
             await self._store.release(lease.ref(given))
             rows = [row for row in rows if row.info.key.group not in surplus]
-        self._check_staleness(version, rows)
-        return rows
+        return await self._sorted(version, lease, [row.info for row in rows], tally)
 
-    def _check_staleness(self, version: int, rows: Sequence[_Held]) -> None:
-        for row in rows:
-            if not 0 <= _staleness(version, row.info) <= self._settings.max_staleness:
-                raise StalenessViolationError(
-                    f"row {row.info.key} of step {version} has a token of version "
-                    f"{row.info.oldest_version}, staleness {_staleness(version, row.info)}; "
-                    f"max_staleness is {self._settings.max_staleness}"
-                )
+    async def _sorted(
+        self, version: int, lease: Lease, rows: Sequence[RowInfo], tally: _Tally
+    ) -> list[_Held]:
+        """What the order makes of leased rows; what it wants dropped is dropped."""
+        found = self._order.sort(version, rows)
+        tally.tokens_too_stale += sum(rows[at].tokens for at in (*found.mask, *found.drop))
+        if found.drop:
+            keys = [rows[at].key for at in found.drop]
+            await self._store.drop(keys, reason=found.reason)
+        if not (found.train or found.mask):
+            self._keeper.let_go(lease.lease_id)
+        masked = [_Held(lease, rows[at], masked=True) for at in found.mask]
+        return [*(_Held(lease, rows[at]) for at in found.train), *masked]
 
     def _count_staleness(
         self, version: int, update: int, held: Sequence[_Held], tally: _Tally
     ) -> None:
-        found = [_staleness(version, row.info) for row in held]
+        found = [staleness(version, row.info) for row in held]
         tally.staleness.extend(found)
         in_updates = max(found, default=0) * self._settings.updates_per_step + update
         tally.staleness_updates_max = max(tally.staleness_updates_max, in_updates)
@@ -317,7 +347,11 @@ class TrainWorker(TrainerControl):
     async def _acknowledge(self, held: Sequence[_Held], version: int, tally: _Tally) -> None:
         start = time.perf_counter()
         for ref in _refs(held):
-            result = await self._store.commit(ref, version=version + 1)
+            try:
+                result = await self._store.commit(ref, version=version + 1)
+            except LeaseLostError as error:
+                _log.warning("step %d: %s; what is trained is acknowledged anew", version, error)
+                result = await self._acknowledge_again(held, version)
             self._keeper.let_go(ref.lease_id)
             if result.dropped:
                 raise ServiceError(
@@ -326,13 +360,28 @@ class TrainWorker(TrainerControl):
                 )
         tally.commit_s += time.perf_counter() - start
 
+    async def _acknowledge_again(self, held: Sequence[_Held], version: int) -> CommitResult:
+        """Commit trained rows whose leases went with a process of the store, or with time.
 
-def _staleness(version: int, info: RowInfo) -> int:
-    return 0 if info.oldest_version is None else version - info.oldest_version
+        They came back to this task, which has no other trainer: they are still its own. Those that
+        are not handed out were committed before.
+        """
+        lease = await self._store.lease(
+            self._settings.task.name,
+            requester="trainer",
+            version=version,
+            lease_s=self._settings.lease_s,
+        )
+        if lease is None:
+            return CommitResult(0)
+        trained = {row.info.key for row in held}
+        mine = [info for info in lease.rows if info.key in trained]
+        await self._store.release(lease.ref([i for i in lease.rows if i.key not in trained]))
+        return await self._store.commit(lease.ref(mine), version=version + 1)
 
 
-def _groups(rows: Sequence[_Held]) -> set[GroupKey]:
-    return {row.info.key.group for row in rows}
+def _groups(rows: Sequence[_Held]) -> list[GroupKey]:
+    return list(dict.fromkeys(row.info.key.group for row in rows))
 
 
 def _refs(rows: Sequence[_Held]) -> list[BatchRef]:

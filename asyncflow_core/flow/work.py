@@ -107,7 +107,16 @@ def _parts(
                     f"or was completed before"
                 )
             found.append(rows.pop(completion.key))
-        yield Part(found, _as_asked(completions, sampling))
+        yield from _versioned(found, _as_asked(completions, sampling))
+
+
+def _versioned(rows: Sequence[RowInfo], batch: Batch) -> Iterator[Part]:
+    """Rows by the newest version among their tokens: a store tells by it which are void."""
+    newest = [int(runs[:, 0].max()) if len(runs) else None for runs in batch["versions"]]
+    for version in dict.fromkeys(newest):
+        chosen = [at for at, found in enumerate(newest) if found == version]
+        part = batch if len(chosen) == batch.rows else batch.take(chosen)
+        yield Part([rows[at] for at in chosen], part, version)
 
 
 def _as_asked(completions: Sequence[Completion], sampling: SamplingParams) -> Batch:

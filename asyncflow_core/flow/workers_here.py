@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 
 from asyncflow_core.errors import ServiceError
+from asyncflow_core.flow.filtering import FILTER, filter_work
 from asyncflow_core.flow.plan import Plan
+from asyncflow_core.flow.policies.dynamic_sampling import DynamicSampling
 from asyncflow_core.flow.record import Recorder
 from asyncflow_core.flow.specs import in_processes
 from asyncflow_core.flow.stage_work import stage_work
@@ -31,9 +34,13 @@ def workers_here(
     store: DataStore,
     tokenizer: Tokenizer,
     recorder: Recorder,
+    wasted: Counter[str],
     stack: AsyncExitStack,
 ) -> list[Worker]:
-    """All of them, not yet registered; each stage worker has a thread, which ends with `stack`."""
+    """All of them, not yet registered; each stage worker has a thread, which ends with `stack`.
+
+    `wasted` counts response tokens that are thrown away.
+    """
     workers = [
         Worker(
             store,
@@ -43,6 +50,10 @@ def workers_here(
             rows_in_flight=_RECORD_ROWS,
         )
     ]
+    if FILTER in plan.tasks:
+        work, rows = filter_work(DynamicSampling(), wasted), _RECORD_ROWS
+        filtering = Worker(store, plan.tasks[FILTER], work, requester=FILTER, rows_in_flight=rows)
+        workers.append(filtering)
     for name, stage in plan.config.stages.items():
         for number in range(0 if in_processes(stage) else stage.workers):
             executor = DaemonThread(f"{name}-{number}")

@@ -143,9 +143,7 @@ class Link:
                 "start the server again"
             )
         elif event == zmq.EVENT_DISCONNECTED:
-            text = (
-                f"the connection to {self.service!r} at {self.where} is gone: its process ended"
-            )
+            text = f"the connection to {self.service!r} at {self.where} is gone: its process ended"
             if self.heartbeat.timeout_s < _FOR_EVER_S:
                 text += f", or was silent for {self.heartbeat.timeout_s:g} s"
         elif self.server_key is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow_core.batch import Batch, Column, Key
+from asyncflow_core.batch import Batch, Column, GroupKey, Key
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError, DataError, ServiceError
 from asyncflow_core.flow.folder import RunFolder
@@ -152,23 +152,30 @@ def rows(batch, rewards, *, first=0, epoch=0, errors=None):
     return infos, Batch(columns)
 
 
-async def test_recorder_counts_batches_and_evaluations_apart(folder, thread):
+def groups(first, end):
+    """Of `rows`: a group a row."""
+    return [GroupKey(0, 0, number) for number in range(first, end)]
+
+
+async def test_recorder_counts_groups_and_evaluations_apart(folder, thread):
     recorder = Recorder(folder, None, thread)
     await recorder.observe(*rows(0, [1.0, 0.0]))
-    await recorder.observe(*rows(1, [0.5]))
+    await recorder.observe(*rows(1, [0.5], first=2))
     await recorder.observe(*rows(None, [1.0], epoch=1))
-    first = await recorder.wait_batch(0, 2)
+    await recorder.observe(*rows(1, [0.5], first=9))
+    first = await recorder.wait_groups(groups(0, 2), 2)
     assert (first.values, first.tokens, first.errors) == ([1.0, 0.0], 2, 0)
-    assert 0 not in recorder.batches  # forgotten, so that a long run does not grow
+    assert recorder.forget(GroupKey(0, 0, 9)) == 1  # a token of a group that was dropped
+    assert list(recorder.groups) == groups(2, 3)  # so that a long run does not grow
     found = recorder.take_evaluation(1)
     assert (found.values, found.oldest, found.newest) == ([1.0], 3, 3)
     assert 1 not in recorder.evaluations
-    assert (await recorder.wait_batch(1, 1)).values == [0.5]
+    assert (await recorder.wait_groups(groups(2, 3), 1)).values == [0.5]
 
 
 async def test_recorder_wait_ends_with_the_last_row(folder, thread):
     recorder = Recorder(folder, None, thread)
-    waiting = asyncio.create_task(recorder.wait_batch(4, 3))
+    waiting = asyncio.create_task(recorder.wait_groups(groups(0, 3), 3))
     await recorder.observe(*rows(4, [1.0, 1.0]))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -201,7 +208,7 @@ async def test_recorder_writes_samples_as_text_with_reward_errors(folder, thread
         "reward_error": "ValueError: no",
     }
     assert "reward_error" not in lines[1]
-    found = await recorder.wait_batch(0, 2)
+    found = await recorder.wait_groups(groups(0, 2), 2)
     assert found.errors == 1
 
 
@@ -210,7 +217,7 @@ async def test_recorder_row_seen_twice_counts_once(folder, thread):
     recorder = Recorder(folder, None, thread)
     await recorder.observe(*rows(0, [1.0, 0.0]))
     await recorder.observe(*rows(0, [1.0, 0.0, 0.5]))
-    assert (await recorder.wait_batch(0, 3)).values == [1.0, 0.0, 0.5]
+    assert (await recorder.wait_groups(groups(0, 3), 3)).values == [1.0, 0.0, 0.5]
     assert len((folder.path / "samples.jsonl").read_text().splitlines()) == 3
 
 

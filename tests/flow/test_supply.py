@@ -170,8 +170,8 @@ async def test_supply_prompts_that_break_their_contract_are_named(
     prompts = Prompts()
     setattr(prompts, source, lambda *_: made())
     async with supplying(store, prompts, config()) as supply:
+        put = supply.running if source == "train" else put_held_out(supply)
         with pytest.raises(error) as found:
-            put = supply.running if source == "train" else put_held_out(supply)
             await asyncio.wait_for(put, 10)
     assert expected in str(found.value)
 

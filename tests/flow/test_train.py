@@ -311,6 +311,38 @@ async def test_step_one_of_two_leases_lost_keeps_the_other(rows, begin, store, c
     assert (stats.expired, stats.committed) == (1, 8)
 
 
+async def test_step_lease_lost_after_the_update_is_acknowledged_and_trained_once(
+    rows, begin, store, registry, caplog
+):
+    """A store whose process was started again knows no lease any more."""
+    worker = await begin(updates_per_step=2)
+    await rows.put(0, 4)
+    await rows.finish()
+    real, lost = store.commit, []
+
+    async def commit(ref, **how):
+        if worker.trainer.updates and not lost:
+            lost.append(await store.evict("trainer"))
+        return await real(ref, **how)
+
+    worker.trainer.updates = 0
+    update = worker.trainer.optim_step
+
+    async def optim_step():
+        worker.trainer.updates += 1
+        return await update()
+
+    worker.trainer.optim_step = optim_step
+    store.commit = commit
+    report = await worker.step(0)
+    assert lost
+    assert (report.rows, report.updates) == (8, 2)
+    assert "acknowledged anew" in caplog.text
+    stats = await store.stats()
+    assert stats.tasks["train"].committed == 8
+    assert stats.tasks["train"].ready == 0
+
+
 async def test_step_row_dropped_before_it_is_read_trains_the_rest(rows, begin, store, registry):
     worker = await begin(whole_batch=True)
     await rows.put(0, 4)

@@ -68,3 +68,15 @@ def slow(response: str, prompt: str) -> float:
 def shorter(response: str) -> float:
     """1 for no letter, 0 for many."""
     return 1.0 / (1 + len(response))
+
+
+def early_letter(response: str) -> float:
+    """1 for the first half of the alphabet, or no letter."""
+    return float(response < "n")
+
+
+def judged(batch, model):
+    """A verdict a row, by a model that answers."""
+    answers = model.generate(["a"] * batch.rows)
+    assert all(len(answer) == 2 for answer in answers)
+    return {"verdict": answers}

@@ -7,7 +7,7 @@ PRODUCT = ("asyncflow_core", "plugins/*/src", "adapters/*/src")
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".jsonl", ".json", ".cfg", ""}
 _OUTSIDE = {
     *(".git", ".venv", ".ruff_cache", ".pytest_cache", ".mypy_cache", ".hypothesis"),
-    *("__pycache__", "build", "dist", "site", "runs", "shared", "node_modules"),
+    *(".venv-sglang", "__pycache__", "build", "dist", "site", "runs", "shared", "node_modules"),
 }
 
 

@@ -105,6 +105,9 @@ class Replica(RolloutControl):
     async def work(self):
         raise NotImplementedError
 
+    async def abort(self, keys) -> int:
+        raise NotImplementedError
+
     async def stage(self, published: PublishedWeights) -> StagedWeights:
         start, manifest = time.perf_counter(), published.manifest
         source = await self.fetch(published)

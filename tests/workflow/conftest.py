@@ -81,11 +81,18 @@ class Broken(Started):
         return "\n".join([self.output, *found])
 
     async def says(self, words):
-        """Wait for these words; the time they came."""
+        """Wait until the run says this; the time it did."""
+        return await self._heard(words, lambda: self.output)
+
+    async def begins(self, words):
+        """Wait until one of its processes says this; the time it did."""
+        return await self._heard(words, self.said)
+
+    async def _heard(self, words, said):
         await eventually(
-            lambda: words in self.said() or self.process.poll() is not None, timeout_s=LIMIT_S
+            lambda: words in said() or self.process.poll() is not None, timeout_s=LIMIT_S
         )
-        assert words in self.said(), self.output
+        assert words in said(), self.output
         return time.monotonic()
 
     async def at_step(self, number=1):

@@ -13,6 +13,7 @@ from typing import Any
 RESTARTED = "it is started again, its rows go to others; the run completes"
 ENDS = "the run ends with status 1 and names it"
 RESUMES = "the run ends with status 1 and names it; `--resume` completes it"
+STORE_RESTARTED = "the store starts it again; the run completes"
 UNHARMED = "nothing ends; the run completes"
 GIVEN_UP = "its process is ended and started again; its rows count as reward errors"
 
@@ -137,10 +138,14 @@ FAULTS = (
           {**SAVED, **LONG}),
     Fault("kill -9 of one of two trainer ranks", RESUMES, AFTER, kill("trainer-1"),
           f"trainer-1 {KILLED}", {**SAVED, **LONG, "trainer__world_size": 2}),
-    Fault("kill -9 of the store's controller", RESUMES, AFTER, kill("store controller"),
-          "peer_lost", {**SAVED, **DURABLE, **LONG}),
-    Fault("kill -9 of a shard of the store", RESUMES, AFTER, kill("store shard"), "peer_lost",
-          {**SAVED, **DURABLE, **LONG}),
+    Fault("kill -9 of the store's controller, durability journal", STORE_RESTARTED, NOTHING,
+          kill("store controller"), "is started again", DURABLE),
+    Fault("kill -9 of a shard of the store, durability journal", STORE_RESTARTED, NOTHING,
+          kill("store shard"), "is started again", DURABLE),
+    Fault("kill -9 of the store's controller, durability none", RESUMES, AFTER,
+          kill("store controller"), "peer_lost", {**SAVED, **ZMQ, **LONG}),
+    Fault("kill -9 of a shard of the store, durability none", RESUMES, AFTER,
+          kill("store shard"), "peer_lost", {**SAVED, **ZMQ, **LONG}),
     Fault("kill -9 of the run's own process",
           "the guard ends all its processes; `--resume` completes it", AFTER, kill_the_run, "",
           {**SAVED, **LONG}),

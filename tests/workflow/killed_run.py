@@ -1,7 +1,8 @@
 """A run that kills itself with SIGKILL: `killed_run.py CONFIG|- RUN PLACE`.
 
 CONFIG starts it, "-" resumes the run in the folder RUN. PLACE is seconds after the start (a
-number), a place of `PLACES` with the how-manyth time it is reached (`rename:2`), or "-" for never.
+number), a place of `PLACES` with the how-manyth time it is reached (`rename:2`), perhaps with
+seconds from then on (`stepped:3+0.05`), or "-" for never.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm(name: str, count: int) -> None:
-    """Kill this process the `count`-th time the place is reached."""
+def arm(name: str, count: int, later_s: float) -> None:
+    """Kill this process `later_s` after the `count`-th time the place is reached."""
     module_name, owner, function, when = PLACES[name]
     found = importlib.import_module(module_name)
     found = getattr(found, owner) if owner else found
@@ -53,8 +54,10 @@ def arm(name: str, count: int) -> None:
         nonlocal left
         if at == when:
             left -= 1
-            if not left:
+            if not left and not later_s:
                 die()
+            if not left:
+                threading.Timer(later_s, die).start()
 
     @functools.wraps(inner)
     def plain(*args: object, **kwargs: object) -> object:
@@ -83,7 +86,8 @@ def main() -> None:
     flow = Flow.resume(run) if config == "-" else Flow.from_config(config)
     name, colon, count = place.partition(":")
     if colon:
-        arm(name, int(count))
+        number, _, later = count.partition("+")
+        arm(name, int(number), float(later or 0))
     elif place != "-":
         threading.Timer(float(place), die).start()
     for _ in flow.run():

@@ -27,7 +27,7 @@ async def test_fault(fault, broken, noticed):
         begun = time.monotonic()
         await fault.inject(run)
     elif fault.begins:
-        begun = await run.says(fault.begins)
+        begun = await run.begins(fault.begins)
     if fault.sign:
         seconds = await run.says(fault.sign) - begun
     await _happens(fault, run)

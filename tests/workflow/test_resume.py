@@ -114,7 +114,7 @@ class Killed:
         assert killed or done.returncode == 0, done.stderr
         if killed:
             seconds = time.monotonic() - start
-            self.kills.append(f"{place:>12}  step {self.steps():>2}  {seconds:.1f} s")
+            self.kills.append(f"{place:>18}  step {self.steps():>2}  {seconds:.1f} s")
         return killed
 
     def steps(self):
@@ -185,6 +185,13 @@ def straight(tmp_path, monkeypatch):
     return run
 
 
+def moment(rng):
+    """Any time after the start, or after some step."""
+    if rng.random() < 0.3:
+        return f"{rng.uniform(0.0, 2.0):.3f}"
+    return f"stepped:{rng.randint(1, 4)}+{rng.uniform(0.001, 0.15):.3f}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_killed_at_random_moments_is_resumed_until_it_is_done(tmp_path, straight, kind):
     rng = random.Random(kind)
@@ -192,10 +199,8 @@ def test_run_killed_at_random_moments_is_resumed_until_it_is_done(tmp_path, stra
     kills = number = 0
     while kills < KILLS:
         run = Killed(tmp_path, tree(tmp_path, f"{kind}-{number}", kind))
-        # Under load a life may be too short for a checkpoint: the next one is given longer.
-        longest = 1.5
-        while run.life(f"{rng.uniform(0.0, longest):.3f}"):
-            longest *= 1.1
+        while run.life(moment(rng)):
+            pass
         run.say()
         assert_sound(run.folder)
         if wanted is not None:
@@ -203,28 +208,54 @@ def test_run_killed_at_random_moments_is_resumed_until_it_is_done(tmp_path, stra
         kills, number = kills + len(run.kills), number + 1
 
 
-PLACES = (
-    *("made:1", "made:2", "saved:2", "recorded:2", "rename:1", "rename:2", "pruning:3"),
-    *("pruned:2", "finished:2", "life:1", "verified:1", "counted:1", "cutting:1", "cutting:2"),
-    *("cutting:3", "cutting:4", "cut:1", "cut:2", "cut:3", "cut:4", "restoring:1", "restored:1"),
-    *("loaded:1", "noted:1", "noted:2", "stepped:1", "stepped:2", "stepped:3"),
-    *("acknowledging:1", "acknowledging:2"),
-)
-"""In this order: what happens in every life, then what happens in a resumed one."""
+PLACES = {
+    "checkpoints": (
+        *("made:1", "made:2", "saved:2", "recorded:2", "rename:1", "rename:2", "pruning:3"),
+        *("pruned:2", "finished:2"),
+    ),
+    "resumes": (
+        *("finished:2", "life:1", "verified:1", "counted:1", "cutting:1", "cutting:2"),
+        *("cutting:3", "cutting:4", "cut:1", "cut:2", "cut:3", "cut:4", "restoring:1"),
+        *("restored:1", "loaded:1"),
+    ),
+    "steps": (
+        *("finished:1", "noted:1", "noted:2", "stepped:1", "stepped:2", "stepped:3"),
+        *("acknowledging:1", "acknowledging:2"),
+    ),
+}
 
 
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_run_killed_at_chosen_places_is_resumed_until_it_is_done(tmp_path, straight, kind):
+def test_run_killed_at_chosen_places_is_resumed_until_it_is_done(tmp_path, straight, kind, where):
     run = Killed(tmp_path, tree(tmp_path, kind, kind))
-    for place in PLACES:
-        if not run.life(place):  # done before it came to the place
+    for place in PLACES[where]:
+        if not run.life(place):  # it was done before it came to the place
+            run.say()
             assert_sound(run.folder)
             run = Killed(tmp_path, tree(tmp_path, f"{kind}-{place.replace(':', '-')}", kind))
             run.life("finished:2")
-            run.life(place)
     while run.life("-"):
         pass
     run.say()
     assert_sound(run.folder)
     if kind.startswith("sequential"):
         assert_same_weights(run.folder, straight(kind))
+
+
+@pytest.mark.parametrize("kind", ["sequential-memory-exact", "async-zmq-reuse"])
+def test_run_of_processes_killed_is_resumed_until_it_is_done(tmp_path, straight, kind):
+    """Two replicas, two trainer ranks, a process for each stage: all of them die with the run."""
+    pytest.importorskip("asyncflow_weights_host")
+    config = tree(tmp_path, kind, kind, launcher="local")
+    config["rollout"] |= {"replicas": 2, "rows_in_flight": 8}
+    config["trainer"] |= {"world_size": 2}
+    run = Killed(tmp_path, config)
+    rng = random.Random(kind)
+    for place in ("finished:1", "saved:2", "rename:1", "restored:1", "loaded:1", "finished:2"):
+        if not run.life(f"{place}+{rng.uniform(0.001, 0.2):.3f}"):
+            break
+    while run.life("-"):
+        pass
+    run.say()
+    assert_sound(run.folder)

@@ -34,6 +34,14 @@ def test_check_names_the_path_of_a_missing_model(tmp_path):
     assert "safetensors" in faults(tmp_path)[0]
 
 
+def test_check_refuses_compile_with_sharded_parameters(model_dir):
+    def faults(**options):
+        return list(plugin().check(HzpOptions(model=str(model_dir), compile=True, **options)))
+
+    assert "compile does not go with sharded parameters [2, 2, 2]" in faults(sharding=[2, 2, 2])[0]
+    assert faults(sharding=[1, 2, 2]) == faults() == []
+
+
 def test_plugin_module_imports_no_torch():
     code = (
         "import sys, asyncflow_hzp.plugin; assert not {'torch', 'transformers'} & set(sys.modules)"

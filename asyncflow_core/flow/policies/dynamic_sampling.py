@@ -10,6 +10,7 @@ prompts that are left may be longer or shorter than the data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 __all__ = ["ALL_EQUAL", "DynamicSampling"]
 
@@ -25,7 +26,7 @@ class DynamicSampling:
         kept: groups that were not.
     """
 
-    claims_lengths = True
+    claims_lengths: ClassVar[bool] = True
 
     def __init__(self) -> None:
         """Nothing judged."""

@@ -7,6 +7,7 @@ nothing is ever too old, and a row that is shows a bug.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from asyncflow_core.errors import StalenessViolationError
 from asyncflow_core.flow.policies.sorted_rows import Sorted, staleness
@@ -18,8 +19,8 @@ __all__ = ["FixedBatches"]
 class FixedBatches:
     """Trains what it gets, and verifies the bound once more where it counts."""
 
-    lease_order = Order.STEP
-    claims_lengths = True
+    lease_order: ClassVar[Order] = Order.STEP
+    claims_lengths: ClassVar[bool] = True
 
     def __init__(self, max_staleness: int) -> None:
         """`max_staleness` in versions."""

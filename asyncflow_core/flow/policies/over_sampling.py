@@ -8,6 +8,7 @@ for throughput at that price, and a run with it says so when it starts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from asyncflow_core.batch import GroupKey, Key
 
@@ -31,7 +32,7 @@ class OverSampling:
         groups, rows: stopped.
     """
 
-    claims_lengths = False
+    claims_lengths: ClassVar[bool] = False
 
     def __init__(self, *, groups_per_step: int, extra_groups: int, group_size: int) -> None:
         """A batch starts `groups_per_step + extra_groups` groups and trains the first."""

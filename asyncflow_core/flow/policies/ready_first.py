@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from asyncflow_core.batch import GroupKey
 from asyncflow_core.errors import InvariantError, StalenessViolationError
@@ -40,8 +40,8 @@ class ReadyFirst:
         rows: what was done with rows that are too old, to rows.
     """
 
-    lease_order = Order.ADMITTED
-    claims_lengths = False
+    lease_order: ClassVar[Order] = Order.ADMITTED
+    claims_lengths: ClassVar[bool] = False
 
     def __init__(self, max_staleness: int, too_stale: TooStale) -> None:
         """`max_staleness` in versions."""

@@ -165,7 +165,13 @@ class History(RuleBasedStateMachine):
         brought = [3] * len(rows) if task is GENERATE else []
         ref = BatchRef(lease_id, lease_id, tuple(rows))
         self.table.commit(
-            self.now, "me", ref, written, brought, [], version if task in (TRAIN, GENERATE) else None
+            self.now,
+            "me",
+            ref,
+            written,
+            brought,
+            [],
+            version if task in (TRAIN, GENERATE) else None,
         )
 
     @rule(sequence=st.integers(0, 33), sample=st.integers(0, 2))

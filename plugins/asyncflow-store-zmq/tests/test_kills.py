@@ -132,7 +132,11 @@ def kill(model, store, frozen):
 
 async def episode(directory, model, number):
     options = ZmqOptions(
-        durability="journal", directory=directory, shards=1 + number % 3, capacity_rows=512
+        durability="journal",
+        directory=directory,
+        shards=1 + number % 3,
+        capacity_rows=512,
+        restarts=0,
     )
     store = ZmqDataStore(options)
     await store.open()
@@ -171,7 +175,9 @@ async def test_store_killed_at_random_keeps_every_row_and_repeats_nothing(tmp_pa
     while model.kills < KILLS:
         await episode(tmp_path, model, number)
         number += 1
-    options = ZmqOptions(durability="journal", directory=tmp_path, capacity_rows=1 << 20)
+    options = ZmqOptions(
+        durability="journal", directory=tmp_path, capacity_rows=1 << 20, restarts=0
+    )
     async with ZmqDataStore(options) as store:
         for task in TASKS:
             await store.register(task)

@@ -142,15 +142,16 @@ def test_journal_torn_at_any_byte_gives_every_whole_record(tmp_path):
         again.close()
 
 
-def test_journal_with_a_flipped_byte_ends_before_it(tmp_path):
+def test_journal_with_a_flipped_byte_is_refused(tmp_path):
     journal = Journal(tmp_path)
     journal.append([["a"], ["b"], ["c"]])
     journal.close()
     path = tmp_path / "journal-1"
     data = bytearray(path.read_bytes())
-    data[8 + 8 + 3 + 8] ^= 1  # in the body of the second record
+    data[8 + 12 + 3 + 12] ^= 1  # in the body of the second record
     path.write_bytes(data)
-    assert list(Journal(tmp_path).read()) == [["a"]]
+    with pytest.raises(DataError, match="at byte 23: a record is damaged"):
+        list(Journal(tmp_path).read())
     path.write_bytes(b"something else")
     with pytest.raises(DataError, match="not the journal"):
         list(Journal(tmp_path).read())

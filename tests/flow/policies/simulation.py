@@ -12,12 +12,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from asyncflow_core.batch import GroupKey, Key
+from asyncflow_core.batch import GroupKey
 from asyncflow_core.flow.admission import Admission
 from asyncflow_core.flow.policies.dynamic_sampling import ALL_EQUAL, DynamicSampling
 from asyncflow_core.flow.policies.fixed_batches import FixedBatches
 from asyncflow_core.flow.policies.over_sampling import STRAGGLER, OverSampling
-from asyncflow_core.flow.policies.ready_first import ReadyAdmission, ReadyFirst
+from asyncflow_core.flow.policies.ready_first import TOO_STALE, ReadyAdmission, ReadyFirst
 from asyncflow_core.flow.policies.sorted_rows import staleness
 from asyncflow_core.ledger import Admission as Put
 from asyncflow_core.ledger import Ledger
@@ -42,7 +42,7 @@ class Settings:
     sigma: float = 1.0  # of the lognormal lengths, whose median is 1
     train_s: float = 4.0  # a step
     lag_s: float = 0.5  # until a replica serves a new version, twice as long for the next one
-    order: str = "batches"  # or ready_first:requeue, :drop, :mask
+    order: str = "batches"  # or ready_first:requeue, ready_first:drop, ready_first:mask
     dynamic: float = 0.0  # share of groups whose rewards are all equal
     extra_groups: int = 0
     seed: int = 0
@@ -120,10 +120,10 @@ class Simulation:
         return self.outcome
 
     def move(self):
+        self.sift()
         self.replace_dropped()
         self.admit()
         self.roll_out()
-        self.sift()
         self.train()
 
     def admit(self):
@@ -144,11 +144,9 @@ class Simulation:
             if dropped.reason == STRAGGLER:
                 continue
             self.admission.replace(dropped.batch)
-            if self.requeue:  # the same prompt, by a new key
+            if self.requeue and dropped.reason == TOO_STALE:  # the same prompt, by a new key
                 self.again += 1
-                self.put(
-                    self.admission.next(), GroupKey(1 + self.again, 0, dropped.group.sequence)
-                )
+                self.put(self.admission.next(), GroupKey(1 + self.again, 0, dropped.group.sequence))
 
     def length(self, key):
         z = NORMAL.inv_cdf(uniform("length", self.s.seed, *key[1:]))
@@ -175,8 +173,7 @@ class Simulation:
     def finisher(self, slot, replica, lease, version):
         def finish():
             slot.append(replica)
-            rows = [info.row for info in lease.rows]
-            self.ledger.commit(self.now, lease.ref(), oldest=dict.fromkeys(rows, version))
+            self.ledger.commit(self.now, lease.ref(), oldest=[version])
 
         return finish
 
@@ -271,6 +268,3 @@ def distance(lengths, sigma=1.0):
     expected = np.array([NORMAL.cdf(value) for value in values])
     steps = np.arange(len(values) + 1) / len(values)
     return float(max(np.max(steps[1:] - expected), np.max(expected - steps[:-1])))
-
-
-__all__ = ["Key", "Settings", "Simulation", "distance", "simulate"]

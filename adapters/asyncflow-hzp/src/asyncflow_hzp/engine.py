@@ -159,7 +159,9 @@ class HzpEngine:
                 temperature, names = self._check(batch), dict.fromkeys(_SEQUENCE)
                 if reads is not None:
                     loss_columns(batch, reads)
-                    names |= dict.fromkeys(("loss_mask", *(name for name in reads if name in batch)))
+                    names |= dict.fromkeys(
+                        ("loss_mask", *(name for name in reads if name in batch))
+                    )
                 parts = list(self._parts(batch, tuple(names)))
             except DataError as error:
                 failure = error

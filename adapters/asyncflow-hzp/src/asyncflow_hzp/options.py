@@ -51,7 +51,8 @@ class HzpOptions(BaseModel):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, about a third more time."""
     compile: bool = False
-    """Compile the decoder with torch.compile; needs a C++ compiler, pays off on large models."""
+    """Compile the decoder with torch.compile; needs a C++ compiler and whole parameters (z3 of 1),
+    pays off on large models."""
     sharding: (
         tuple[int, int, int] | Literal["auto", "ddp", "zero1", "zero2", "zero3", "hsdp", "hpz"]
     ) = "auto"
@@ -96,3 +97,8 @@ def check_options(options: HzpOptions) -> Iterator[str]:
         yield f"model {options.model!r} has no config.json; give the path of a Hugging Face model"
     elif not any(path.glob("*.safetensors")):
         yield f"model {options.model!r} has no *.safetensors; save it with save_pretrained"
+    if options.compile and isinstance(options.sharding, tuple) and options.sharding[0] > 1:
+        yield (
+            f"compile does not go with sharded parameters {list(options.sharding)}: a compiled "
+            f"decoder needs them all at its start; set compile to false, or z3 to 1"
+        )

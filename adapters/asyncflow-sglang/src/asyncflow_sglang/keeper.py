@@ -2,8 +2,9 @@
 
 A program of its own, run without site packages: `python keeper.py COMMAND...`. Standard input is
 the lifeline: when it ends, in whatever way its other side ended, the server's process group is
-killed. Should this program be killed as well, the kernel kills the server (PR_SET_PDEATHSIG), and
-SGLang's own processes end with theirs.
+told to end (SGLang then removes what it has in shared memory), and soon after killed. Should this
+program be killed as well, the kernel kills the server (PR_SET_PDEATHSIG), and SGLang's own
+processes end with theirs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
+_GRACE_S = 3.0
 
 
 def _die_with_parent() -> None:
@@ -38,17 +41,19 @@ def main(command: list[str]) -> int:
     def watch() -> None:
         while os.read(0, 1):
             pass
-        _end(server.pid)
+        _signal(server.pid, signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        _signal(server.pid, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
     status = server.wait()
-    _end(server.pid)  # what it left behind
+    _signal(server.pid, signal.SIGKILL)  # what it left behind
     return status if status >= 0 else 128 - status
 
 
-def _end(group: int) -> None:
+def _signal(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, number)
 
 
 if __name__ == "__main__":

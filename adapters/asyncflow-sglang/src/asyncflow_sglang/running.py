@@ -134,6 +134,12 @@ class Requests:
             if running.certain is None:
                 running.certain = len(running.segment.ids)
 
+    def doubt(self) -> None:
+        """Others changed the server's weights, nobody knows when: give all back without tokens."""
+        for running in self._running.values():
+            running.certain = 0
+        self.cut()
+
     def cut(self) -> None:
         """Give all back as they are."""
         for running in self._running.values():

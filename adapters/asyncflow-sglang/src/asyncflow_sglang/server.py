@@ -130,6 +130,7 @@ class Server:
     def foreign(self, spans: list[tuple[str, int]]) -> None:
         """It served weights that are not of this rollout."""
         self.health.doubted(f"it made tokens with the weights {spans}", time.monotonic())
+        self.requests.doubt()
         self._changed(self)
         self._nudge.set()
 
@@ -171,7 +172,10 @@ class Server:
         try:
             info = await self.http.get("/model_info", timeout_s=self._options.poll_timeout_s)
             if not self._switching:
+                before = self.health.state
                 self.health.answered(str(info["weight_version"]), now())
+                if before is State.READY and self.health.state is State.STALE:
+                    self.requests.doubt()
         except UnreachableError as error:
             self.health.missed(str(error), now(), refused=error.refused)
         except (RefusedError, TypeError, KeyError) as error:
@@ -195,7 +199,6 @@ class Server:
         _log.warning("%s", self.line)
         self._changed(self)
         self.requests.cut()
-        self.paused = False
         self._defined = False
         self._pusher.forget()
         if self._process is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ _MAX_VERSION = (1 << 31) - 1
 _ORDERS = frozenset(order.value for order in Order)
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 # Source, epoch, sequence and sample of a key, as `Key.pack` holds them; a sequence as int64 does.
-_KEY_LIMITS = np.array([0xFFFF, 0xFFFFFFFF, _LIMIT, 0xFFFF], np.uint64)
+_KEY_LIMITS = (0xFFFF, 0xFFFFFFFF, _LIMIT, 0xFFFF)
+_FEW = 16
+"""So few numbers are looked at one by one: a numpy call costs more."""
 
 
 def _whole(value: Any) -> bool:
@@ -88,9 +91,12 @@ def _is_list_of(dtype: np.dtype[Any], value: Any) -> bool:
 
 
 def _within(value: Any, low: int, high: int) -> bool:
-    return _is_list_of(_INT32, value) and (
-        not len(value) or bool(low <= value.min() and value.max() <= high)
-    )
+    if not _is_list_of(_INT32, value):
+        return False
+    if len(value) > _FEW:
+        return bool(low <= value.min() and value.max() <= high)
+    numbers = value.tolist()
+    return not numbers or (low <= min(numbers) and max(numbers) <= high)
 
 
 def _tokens(value: Any) -> bool:
@@ -102,13 +108,18 @@ def _versions(value: Any) -> bool:
 
 
 def _keys(parts: int) -> Form:
+    limits = np.array(_KEY_LIMITS[:parts], np.uint64)
+
     def accepts(value: Any) -> bool:
         if type(value) is not np.ndarray or value.dtype != _INT64:
             return False
         if value.ndim != 2 or value.shape[1] != parts or len(value) > MAX_ENTRIES:
             return False
-        # A negative number is a huge one without its sign.
-        return not len(value) or bool((value.view(np.uint64) <= _KEY_LIMITS[:parts]).all())
+        if len(value) > _FEW:
+            # A negative number is a huge one without its sign.
+            return bool((value.view(np.uint64) <= limits).all())
+        keys = value.tolist()
+        return all(min(key) >= 0 and not any(map(gt, key, _KEY_LIMITS)) for key in keys)
 
     return accepts
 

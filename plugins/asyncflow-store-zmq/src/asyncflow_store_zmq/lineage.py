@@ -6,12 +6,11 @@ Rows are masks by block, as in `retained.py`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from asyncflow_core.ledger import Block, span
-from asyncflow_core.services.data_store import TaskSpec
 
-__all__ = ["Lineage", "made_of_groups"]
+__all__ = ["Lineage"]
 
 
 class Lineage:
@@ -50,15 +49,3 @@ class Lineage:
         """A block is gone."""
         self.made.pop(number, None)
         self.tokens.pop(number, None)
-
-
-def made_of_groups(tasks: Iterable[TaskSpec]) -> set[str]:
-    """Tasks whose columns depend on other rows of the group, and those that read such columns."""
-    tasks = [task for task in tasks if task.writes]
-    found = {task.name for task in tasks if task.whole_groups}
-    while True:
-        written = {column for task in tasks if task.name in found for column in task.writes}
-        more = {task.name for task in tasks if written & set(task.reads)} - found
-        if not more:
-            return found
-        found |= more

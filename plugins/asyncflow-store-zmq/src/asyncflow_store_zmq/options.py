@@ -97,6 +97,8 @@ class ZmqOptions(BaseModel):
     def _one_or_the_other(self) -> Self:
         if self.connect and not self.token:
             raise ValueError("'connect' needs the 'token' of that store")
+        if self.reconnect_s and not self.connect:
+            raise ValueError("'reconnect_s' is for 'connect'; a store that is started here waits")
         if self.connect and self.allow:
             raise ValueError("'allow' has no effect with 'connect': it is for who starts the store")
         if not self.connect and (self.keys is None) != (self.allow is None):

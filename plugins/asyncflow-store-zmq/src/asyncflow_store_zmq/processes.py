@@ -98,6 +98,8 @@ class StoreProcesses:
             assert self.spec is not None
             try:
                 await self._start(self.spec, who)
+            except PeerLostError:
+                continue  # it died again at once
             except AsyncFlowError:
                 _log.exception("the %s of the data store cannot be started again", _name(who))
                 return

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
-from asyncflow_core.errors import AsyncFlowError, ConfigError, PeerLostError, ServiceClosedError
+from asyncflow_core.errors import ConfigError, PeerLostError, ServiceClosedError
 from asyncflow_core.services.data_store import (
     CommitResult,
     DataStore,
@@ -28,8 +28,8 @@ from asyncflow_core.services.data_store import (
     TaskSpec,
 )
 from asyncflow_core.wire import KeyPair
-from asyncflow_store_zmq.files import clear_directory
 from asyncflow_store_zmq.connection import Connection
+from asyncflow_store_zmq.files import clear_directory
 from asyncflow_store_zmq.memory import Call, Steps
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.processes import StoreProcesses
@@ -127,14 +127,12 @@ class ZmqDataStore(DataStore):
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which another process reaches this store."""
-        keys = self._options.keys
-        pair = {} if keys is None else {"keys": os.path.abspath(keys)}
-        return {
-            "connect": self.address,
-            "token": self._token,
-            "reconnect_s": self._reconnect_s,
-            **pair,
-        }
+        options: dict[str, Any] = {"connect": self.address, "token": self._token}
+        if self._reconnect_s:
+            options["reconnect_s"] = self._reconnect_s
+        if self._options.keys is not None:
+            options["keys"] = os.path.abspath(self._options.keys)
+        return options
 
     @property
     def _reconnect_s(self) -> float:
@@ -151,6 +149,10 @@ class ZmqDataStore(DataStore):
             connection = self._opened
             try:
                 return await connection.run(begin(connection.session), returns)
+            except ServiceClosedError:
+                if self._connection in (None, connection):
+                    raise
+                # Closed under this call, as another one had found the store dead.
             except PeerLostError as error:
                 await self._come_back(connection, error)
 
@@ -163,7 +165,8 @@ class ZmqDataStore(DataStore):
         wait_s = self._reconnect_s
         if not wait_s:
             raise PeerLostError(
-                f"{lost}; a store without durability is not started again, its rows are gone",
+                f"{lost}; nobody waits for it to come back, and what a store without durability "
+                "held is gone with it",
                 service=lost.service,
             ) from lost
         deadline = asyncio.get_running_loop().time() + wait_s
@@ -173,14 +176,18 @@ class ZmqDataStore(DataStore):
             _log.warning("%s: %s; waiting for it to be started again", self._name, lost)
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._attach_again()
+                    new = await self._attach_again()
             except TimeoutError as error:
                 raise PeerLostError(
                     f"{lost}; it did not come back within {wait_s:g} s", service=lost.service
                 ) from error
             await old.aclose()
+            if self._connection is old:
+                self._connection = new
+            else:  # closed meanwhile
+                await new.aclose()
 
-    async def _attach_again(self) -> None:
+    async def _attach_again(self) -> Connection:
         """Connect to the next life, with all registrations, however often that takes."""
         while True:
             connection = Connection(
@@ -197,8 +204,7 @@ class ZmqDataStore(DataStore):
                 await connection.aclose()
                 raise
             else:
-                self._connection = connection
-                return
+                return connection
 
     @property
     def _opened(self) -> Connection:

@@ -24,7 +24,6 @@ from asyncflow_core.ledger import (
     Claim,
     LeasePolicy,
     Ledger,
-    positions_in,
     runs_in,
     runs_of,
     span,
@@ -33,14 +32,14 @@ from asyncflow_core.schema import PER_TOKEN
 from asyncflow_core.services.data_store import CommitResult, Order, StoreStats, TaskSpec
 from asyncflow_store_zmq import history
 from asyncflow_store_zmq.extents import Segment
+from asyncflow_store_zmq.going_back import go_back
 from asyncflow_store_zmq.incoming import Incoming, key_runs, stretches
-from asyncflow_store_zmq.lineage import Lineage, made_of_groups
+from asyncflow_store_zmq.lineage import Lineage
 from asyncflow_store_zmq.payload import Handout, Payload, Written
 from asyncflow_store_zmq.retained import Retained
 
 __all__ = ["Table"]
 
-VOID = "void: asked for in an earlier life of the run"
 _BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
 
 
@@ -356,48 +355,9 @@ class Table:
 
     def restore(self, now: float, version: int) -> int:
         """See `SupportsDurability.restore`."""
-        if version < self.retained.version:
-            raise DataError(
-                f"rows cannot be brought back to version {version}: the model was saved at version "
-                f"{self.retained.version}, so what trained it is gone"
-            )
-        trainers = [task.name for task in self._tasks.values() if task.order is Order.STEP]
-        count = 0
-        for block, rows in self.retained.take_above(version):
-            self.ledger.revive(block, rows, dict.fromkeys(trainers, 0))
-            count += rows.bit_count()
-        outside: list[Key] = []
-        for block in self.ledger.blocks():
-            if block.batch is None:
-                outside += map(block.key_at, positions_in(block.alive))
-            else:
-                count += self._go_back(block, version, now)
-        self.ledger.drop(outside, reason=VOID)
+        count = go_back(self, version, now)
         self._follow(now)
         self._log(["restore", version])
-        return count
-
-    def _go_back(self, block: Block, version: int, now: float) -> int:
-        """What later versions did to a block is void; how many rows are not trained any more."""
-        self.retained.forget_above(block.number, version)
-        mask = block.alive
-        for rows in self.retained.trained.get(block.number, {}).values():
-            mask &= ~rows
-        void = self.lineage.void(block.number, mask, version)
-        of_groups = made_of_groups(self._tasks.values()) if void else set()
-        count = 0
-        for task in [view.task.spec for view in block.views]:
-            undone = void
-            if not task.writes:
-                undone = mask
-            elif task.name in of_groups:
-                undone = block.whole(void) & mask
-            again = self.ledger.undo(task.name, block, undone)
-            self.payload.unwrite(block, undone, task, now)
-            count += again if task.order is Order.STEP else 0
-        for row in positions_in(void):
-            block.facts[row] -= self.lineage.tokens[block.number][row]
-            block.facts[row - block.rows] = -1
         return count
 
     def advance(self, now: float) -> None:
