@@ -29,7 +29,8 @@ def run(preset: str, seed: int, out: Path, extra: list[str]) -> dict[str, float]
     """One run in processes of its own; its summary, and the mean reward by fifths of the run."""
     name = f"demo-{preset}-{seed}"
     command = [sys.executable, "-m", "asyncflow_core.cli", "run", str(EXAMPLE / "config.yaml")]
-    overrides = [f"name={name}", f"seed={seed}", f"out={out}", *PRESETS[preset], *extra]
+    own = PRESETS.get(preset, [])
+    overrides = [f"name={name}", f"seed={seed}", f"out={out}", *own, *extra]
     subprocess.run([*command, *overrides], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     folder = out / name
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

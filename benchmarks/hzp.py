@@ -105,7 +105,10 @@ def slow_link(name: str) -> Iterator[Net]:
 class Variant:
     """The processes of one variant, and what they measured."""
 
-    def __init__(self, net: Net, port: int, kind: str, options: dict[str, Any], world: int) -> None:
+    def __init__(
+        self, name: str, net: Net, port: int, kind: str, options: dict[str, Any], world: int
+    ) -> None:
+        self._name = name
         self.seconds: list[float] = []
         self.last: list[dict[str, Any]] = []
         self._processes = []
@@ -149,7 +152,12 @@ class Variant:
         for process in self._processes:
             process.stdin.write(json.dumps(what) + "\n")
             process.stdin.flush()
-        return [json.loads(process.stdout.readline()) for process in self._processes]
+        lines = [process.stdout.readline() for process in self._processes]
+        if not all(lines):
+            sys.exit(
+                f"a rank of {self._name!r} ended in {what}; HZP_BENCH_LOG=FILE keeps its error"
+            )
+        return [json.loads(line) for line in lines]
 
     def turn(self) -> None:
         """Some steps, as long as their slowest rank's."""
@@ -184,11 +192,11 @@ def measure(
     fast: bool = False,
 ) -> dict[str, Variant]:
     """Run the variants in turn, and print their table."""
-    name = f"hzp{os.getpid()}x{world}"
-    net = stack.enter_context(loopback(name) if fast else slow_link(name))
+    space = f"hzp{os.getpid()}x{world}"
+    net = stack.enter_context(loopback(space) if fast else slow_link(space))
     variants: dict[str, Variant] = {}
     for number, (name, (kind, options)) in enumerate(plans.items()):
-        variants[name] = Variant(net, 29600 + number, kind, options, world)
+        variants[name] = Variant(name, net, 29600 + number, kind, options, world)
         stack.callback(variants[name].close)
         variants[name].ask("warm_up")
     for _ in range(rounds):

@@ -241,6 +241,10 @@ VARIANTS: dict[str, Callable[..., Any]] = {
 }
 
 
+OURS = ("asyncflow_hzp.sharded", "asyncflow_hzp.optimizer", "torch.distributed.fsdp")
+CODE = {"deepspeed": ("deepspeed",)}
+
+
 def memory(key: str) -> int:
     """A line of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -259,11 +263,7 @@ class Rank:
 
     def __init__(self, order: dict[str, Any]) -> None:
         (torch.ones(256, 256) @ torch.ones(256, 256)).sum()
-        for module in (
-            "asyncflow_hzp.sharded",
-            "asyncflow_hzp.optimizer",
-            "torch.distributed.fsdp",
-        ):
+        for module in CODE.get(order["kind"], OURS):
             import_module(module)  # code is not what memory is measured of
         distributed.barrier()
         self._before = memory("VmRSS")
@@ -313,12 +313,14 @@ class Rank:
 
 def main() -> None:
     order = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
     os.sched_setaffinity(0, {order["core"]})
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=order["rank"], world_size=order["world"])
     rank = Rank(order)
     for line in sys.stdin:
-        print(json.dumps(getattr(rank, json.loads(line))()), flush=True)
+        print(json.dumps(getattr(rank, json.loads(line))()), file=answers, flush=True)
     os._exit(0)  # without the tear-down of process groups, which waits for all ranks
 
 

@@ -34,7 +34,7 @@ class StepReport:
         rows, groups, tokens: trained in it; tokens include prompts.
         group_keys: of the groups that counted for it.
         rows_masked: counted for it without being trained.
-        tokens_too_stale: of rows that were too old for it, prompts included.
+        tokens_too_stale: response tokens of rows that were too old for it.
         updates: optimizer updates since the first, this step's included.
         staleness_rows: staleness in versions to rows.
         staleness_updates_max: over rows, in optimizer updates.

@@ -62,7 +62,8 @@ class Totals:
         self.steps = report.version
         self.rows += report.rows
         self.tokens += report.tokens
-        self.response_tokens += rewards.tokens
+        masked = report.tokens_too_stale if report.rows_masked else 0
+        self.response_tokens += rewards.tokens - masked
         self.staleness.add(report.version, report.staleness_rows)
         self.rows_masked += report.rows_masked
         if report.tokens_too_stale:

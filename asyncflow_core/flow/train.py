@@ -312,7 +312,9 @@ class TrainWorker(TrainerControl):
     ) -> list[_Held]:
         """What the order makes of leased rows; what it wants dropped is dropped."""
         found = self._order.sort(version, rows)
-        tally.tokens_too_stale += sum(rows[at].tokens for at in (*found.mask, *found.drop))
+        if old := [rows[at] for at in (*found.mask, *found.drop)]:
+            responses = await self._store.read(lease.ref(old), ("response_ids",))
+            tally.tokens_too_stale += int(responses["response_ids"].lengths.sum())
         if found.drop:
             keys = [rows[at].key for at in found.drop]
             await self._store.drop(keys, reason=found.reason)

@@ -4,6 +4,7 @@
 `remote` put a service interface on both ends. Nothing here pickles.
 """
 
+from asyncflow_core.wire._calls import Method, Peer
 from asyncflow_core.wire._protocol import WIRE_VERSION
 from asyncflow_core.wire._socket import Heartbeat
 from asyncflow_core.wire.addresses import check_reach, is_local, split_key, with_key
@@ -12,7 +13,7 @@ from asyncflow_core.wire.client import DEFAULT_TIMEOUT, Client
 from asyncflow_core.wire.codec import Buffer, Encoder, decode, encode
 from asyncflow_core.wire.keys import KEY_BYTES, KeyPair, load_allowed
 from asyncflow_core.wire.limits import Limits
-from asyncflow_core.wire.server import Method, Peer, Server
+from asyncflow_core.wire.server import Server
 from asyncflow_core.wire.service import remote, serve_object, serve_service
 
 __all__ = [

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import math
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import zmq
 
@@ -25,6 +23,16 @@ from asyncflow_core.errors import (
     WireVersionError,
 )
 from asyncflow_core.wire import _protocol as p
+from asyncflow_core.wire._calls import (
+    Method,
+    Peer,
+    Running,
+    cancel,
+    check_call,
+    start_timer,
+    stop_timer,
+    window_of,
+)
 from asyncflow_core.wire._gate import Gate, encrypt_server
 from asyncflow_core.wire._socket import Heartbeat, LoopSocket, new_socket
 from asyncflow_core.wire.addresses import check_path, check_reach, with_key
@@ -32,59 +40,12 @@ from asyncflow_core.wire.codec import Buffer, Encoder, unpack
 from asyncflow_core.wire.keys import KeyPair
 from asyncflow_core.wire.limits import Limits
 
-__all__ = ["Method", "Peer", "Server"]
+__all__ = ["Server"]
 
 logger = logging.getLogger(__name__)
 
 # What may come from somebody who has not shown the token.
 _HELLO_LIMITS = Limits(header_bytes=4096, frames=0, total_bytes=4096, depth=2, items=16)
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """Something to call.
-
-    Attributes:
-        function: a coroutine function, or for `streams` one that returns an async iterator.
-        arguments: plain values by name to those `function` takes; raises `WireDecodeError`.
-        streams: it yields items.
-        takes_peer: it is given the caller as `peer`.
-        inline: a plain function that answers at once, without a task; where it has to wait it
-            returns a coroutine instead, which goes on as any call.
-    """
-
-    function: Callable[..., Any]
-    arguments: Callable[[dict[str, Any]], dict[str, Any]]
-    streams: bool = False
-    takes_peer: bool = False
-    inline: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """One call under way; `why` says what ended it from outside."""
-
-    timeout_s: float | None
-    task: asyncio.Task[None] | None = None
-    timer: asyncio.TimerHandle | None = None
-    why: Literal["", "timeout", "cancelled"] = ""
-    credit: int = 0
-    wake: asyncio.Future[None] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """A client that has shown the token.
-
-    Attributes:
-        name: as the client calls itself; unique among the living clients of a run.
-        alive: False once it is known to be gone.
-    """
-
-    identity: bytes
-    name: str
-    alive: bool = True
-    running: dict[int, _Running] = field(default_factory=dict)
 
 
 class Server:
@@ -299,7 +260,7 @@ class Server:
                 pass
             case _:
                 raise WireDecodeError("a call is malformed")
-        _check_call(peer, number, timeout_s, plain)
+        check_call(peer, number, timeout_s, plain)
         method = self._methods.get(name)
         try:
             if method is None:
@@ -322,7 +283,7 @@ class Server:
             if waiting is None:
                 return
             method, arguments = Method(lambda: waiting, method.arguments), {}
-        self._start(peer, number, _Running(timeout_s), name, method, arguments, rest)
+        self._start(peer, number, Running(timeout_s), name, method, arguments, rest)
 
     def _answer(
         self, peer: Peer, number: int, name: str, method: Method, arguments: dict[str, Any]
@@ -341,7 +302,7 @@ class Server:
         self,
         peer: Peer,
         number: int,
-        running: _Running,
+        running: Running,
         name: str,
         method: Method,
         arguments: dict[str, Any],
@@ -350,18 +311,18 @@ class Server:
         """Go on with a call in a task of its own."""
         peer.running[number] = running
         if method.streams:
-            running.credit = _window(rest)
+            running.credit = window_of(rest)
             work = self._stream(peer, number, running, name, method, arguments)
         else:
             work = self._call(peer, number, running, name, method, arguments)
-            _start_timer(running)
+            start_timer(running)
         running.task = task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
 
         # Not in the coroutine: one that is cancelled before its first step never runs at all.
         def finish(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            _stop_timer(running)
+            stop_timer(running)
             peer.running.pop(number, None)
 
         task.add_done_callback(finish)
@@ -388,7 +349,7 @@ class Server:
             case _:
                 raise WireDecodeError("a cancellation is malformed")
         if running is not None:
-            _cancel(running, "cancelled")
+            cancel(running, "cancelled")
 
     def _on_bye(self, peer: Peer, _fields: list[Any]) -> None:
         self._end(peer, None)
@@ -399,7 +360,7 @@ class Server:
         self,
         peer: Peer,
         number: int,
-        running: _Running,
+        running: Running,
         name: str,
         method: Method,
         arguments: dict[str, Any],
@@ -416,7 +377,7 @@ class Server:
         self,
         peer: Peer,
         number: int,
-        running: _Running,
+        running: Running,
         name: str,
         method: Method,
         arguments: dict[str, Any],
@@ -427,9 +388,9 @@ class Server:
             iterator = aiter(method.function(**arguments))
             while True:
                 await self._credit(running)
-                _start_timer(running)
+                start_timer(running)
                 item = await anext(iterator)
-                _stop_timer(running)
+                stop_timer(running)
                 # Copied, as a generator may use its buffers again once it is asked for the next.
                 self._send(peer, [p.ITEM, number, item], copy=True)
         except StopAsyncIteration:
@@ -439,7 +400,7 @@ class Server:
         except Exception as error:  # noqa: BLE001  crosses to the caller
             self._send_error(peer, number, name, error)
         finally:
-            _stop_timer(running)
+            stop_timer(running)
             await self._close_iterator(iterator, name)
 
     async def _close_iterator(self, iterator: Any, name: str) -> None:
@@ -451,7 +412,7 @@ class Server:
         except Exception:
             logger.exception("%s: closing the stream %s failed", self.name, name)
 
-    async def _credit(self, running: _Running) -> None:
+    async def _credit(self, running: Running) -> None:
         while running.credit <= 0:
             running.wake = asyncio.get_running_loop().create_future()
             try:
@@ -478,7 +439,7 @@ class Server:
                 logger.info("%s: client %s is gone: %s", self.name, peer.name, error)
                 self._end(peer, None)
 
-    def _send_cancelled(self, peer: Peer, number: int, running: _Running, name: str) -> None:
+    def _send_cancelled(self, peer: Peer, number: int, running: Running, name: str) -> None:
         if running.why == "timeout":
             error = ServiceTimeoutError(f"no result within {running.timeout_s:g} s")
             self._send_error(peer, number, name, error)
@@ -500,7 +461,7 @@ class Server:
         if reason is not None:
             self._send(peer, [p.GOODBYE, *p.error_fields(reason)])
         for running in list(peer.running.values()):
-            _cancel(running, "cancelled")
+            cancel(running, "cancelled")
 
     def _schedule_probe(self) -> None:
         # ROUTER_MANDATORY answers a send to a dead client with an error, and nothing else tells
@@ -509,38 +470,3 @@ class Server:
         self._probe_timer = asyncio.get_running_loop().call_later(
             self._heartbeat.interval_s, self._schedule_probe
         )
-
-
-def _check_call(
-    peer: Peer, number: int, timeout_s: float | None, arguments: dict[Any, Any]
-) -> None:
-    if number in peer.running or (timeout_s is not None and not timeout_s >= 0):
-        raise WireDecodeError(f"call {number} is under way already, or its timeout is negative")
-    if not all(type(name) is str for name in arguments):
-        raise WireDecodeError(f"call {number} names an argument by something that is no text")
-
-
-def _start_timer(running: _Running) -> None:
-    if running.timeout_s is not None and math.isfinite(running.timeout_s):
-        running.timer = asyncio.get_running_loop().call_later(
-            running.timeout_s, _cancel, running, "timeout"
-        )
-
-
-def _stop_timer(running: _Running) -> None:
-    if running.timer is not None:
-        running.timer.cancel()
-        running.timer = None
-
-
-def _cancel(running: _Running, why: Literal["timeout", "cancelled"]) -> None:
-    if not running.why and running.task is not None:
-        running.why = why
-        running.task.cancel()
-
-
-def _window(rest: list[Any]) -> int:
-    match rest:
-        case [int(window)] if 1 <= window <= p.MAX_WINDOW:
-            return window
-    raise WireDecodeError(f"a stream's window is not from 1 to {p.MAX_WINDOW}: {rest!r:.60}")

@@ -27,9 +27,10 @@ from asyncflow_core.errors import (
 )
 from asyncflow_core.services.base import Service
 from asyncflow_core.services.data_store import Registration, TaskSpec
+from asyncflow_core.wire._calls import Method, Peer
 from asyncflow_core.wire._typed import CannotCrossError, builder, is_stream
 from asyncflow_core.wire.client import DEFAULT_TIMEOUT, Client
-from asyncflow_core.wire.server import Method, Peer, Server
+from asyncflow_core.wire.server import Server
 
 __all__ = ["remote", "serve_object", "serve_service"]
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multiproc
 HERE = str(Path(__file__).parent)
 
 
-def reference():
+def with_reference():
     return {
         "models__reference": {"plugin": "tabular", "kind": "trainer"},
         "stages__reference": {"model": "reference"},
@@ -46,7 +46,7 @@ def test_reference_keeps_the_first_weights_while_the_policy_moves(
     monkeypatch.syspath_prepend(HERE)
     flow = Flow(
         **settings(
-            **reference(),
+            **with_reference(),
             models__reference__world_size=world_size,
             stages__look=look,
             evaluation=None,
@@ -70,7 +70,7 @@ def test_reference_and_judge_in_processes(settings, monkeypatch):
     monkeypatch.syspath_prepend(HERE)
     flow = Flow(
         **settings(
-            **reference(),
+            **with_reference(),
             models__judge={
                 "plugin": "tabular",
                 "kind": "rollout",
@@ -108,4 +108,4 @@ def test_mistakes_are_named(inline, changes, fault):
     more = {"stages__reference__writes": ["y"], "stages__reference__reads": ["response_ids"]}
     extra = more if "stages__reference__function" in changes else {}
     with pytest.raises(ConfigError, match=fault):
-        Flow(**inline(**reference(), **extra, **changes))
+        Flow(**inline(**with_reference(), **extra, **changes))
