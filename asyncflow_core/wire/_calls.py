@@ -15,8 +15,8 @@ __all__ = [
     "Method",
     "Peer",
     "Running",
+    "arguments_of",
     "cancel",
-    "check_call",
     "start_timer",
     "stop_timer",
     "window_of",
@@ -70,12 +70,15 @@ class Peer:
     running: dict[int, Running] = field(default_factory=dict)
 
 
-def check_call(peer: Peer, number: int, timeout_s: float | None, arguments: dict[Any, Any]) -> None:
-    """Refuse a call whose number, deadline or names of arguments cannot be."""
-    if number in peer.running or (timeout_s is not None and not timeout_s >= 0):
-        raise WireDecodeError(f"call {number} is under way already, or its timeout is negative")
-    if not all(type(name) is str for name in arguments):
-        raise WireDecodeError(f"call {number} names an argument by something that is no text")
+def arguments_of(method: Method, plain: dict[Any, Any]) -> dict[str, Any]:
+    """What a method is called with.
+
+    Raises:
+        WireDecodeError: the call's arguments are not the method's.
+    """
+    if not all(type(name) is str for name in plain):
+        raise WireDecodeError("arguments were given by something that is no name")
+    return method.arguments(plain)
 
 
 def start_timer(running: Running) -> None:

@@ -27,8 +27,8 @@ from asyncflow_core.wire._calls import (
     Method,
     Peer,
     Running,
+    arguments_of,
     cancel,
-    check_call,
     start_timer,
     stop_timer,
     window_of,
@@ -260,7 +260,8 @@ class Server:
                 pass
             case _:
                 raise WireDecodeError("a call is malformed")
-        check_call(peer, number, timeout_s, plain)
+        if number in peer.running or (timeout_s is not None and not timeout_s >= 0):
+            raise WireDecodeError(f"call {number} is under way already, or its timeout is negative")
         method = self._methods.get(name)
         try:
             if method is None:
@@ -271,7 +272,7 @@ class Server:
                 raise BackpressureError(
                     f"client {peer.name!r} has {p.MAX_CALLS} calls under way, no more are allowed"
                 )
-            arguments = method.arguments(plain)
+            arguments = arguments_of(method, plain)
         except AsyncFlowError as error:
             code, message = p.error_fields(error)
             self._send(peer, [p.ERROR, number, code, f"{name}: {message}" if method else message])

@@ -287,3 +287,48 @@ async def test_rank_call_out_of_order_raises(order):
     await rank.zero_grad(0)
     with pytest.raises(InvariantError, match="expects call 1, got call 0"):
         await rank.optim_step(0)
+
+
+class SlowExporter(Trainer):
+    """Its export goes on when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.go_on = asyncio.Event()
+
+    async def export_weights(self, version):
+        await self._call("export_weights")
+        await self.go_on.wait()
+        yield Bucket((TensorSpec("w", "U8", (3,)),), np.full(3, self.calls.count("optim_step")))
+
+
+async def test_overlapped_export_runs_beside_gradients_and_before_the_update():
+    trainer = SlowExporter()
+    group = Ranks(TrainerRank(trainer, None, Sync()), overlaps_export=True)
+    exporting = asyncio.create_task(group.export(1, 0))
+    await asyncio.sleep(0)
+    await group.forward_backward([[]], (), LOSS, last=True)
+    updating = asyncio.create_task(group.optim_step())
+    following = asyncio.create_task(group.export(2, 0))
+    await asyncio.sleep(0.05)
+    assert trainer.calls == ["export_weights", "forward_backward"]
+    assert not exporting.done()
+    assert not updating.done()
+    trainer.go_on.set()
+    assert (await exporting).manifest.version == 1
+    await updating
+    assert (await following).manifest.version == 2
+
+
+async def test_overlapped_export_that_fails_lets_the_update_go_on():
+    trainer = Trainer(fails_in="export_weights")
+    group = Ranks(TrainerRank(trainer, None, Sync()), overlaps_export=True)
+    with pytest.raises(EngineError):
+        await group.export(1, 0)
+    assert (await group.optim_step()).updates == 1
+
+
+def test_overlapped_export_of_several_ranks_is_refused():
+    made = [TrainerRank(Trainer(n), None, Sync()) for n in range(2)]
+    with pytest.raises(InvariantError, match="collective"):
+        Ranks(made[0], made[1:], overlaps_export=True)

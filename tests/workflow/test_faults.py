@@ -21,7 +21,7 @@ STEADY = {
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 async def test_fault(fault, broken, noticed):
     run = broken(fault.place, **{**STEADY, **fault.settings})
-    seconds = None
+    begun = seconds = None
     if fault.inject is not None:
         await run.at_step(fault.at_step)
         begun = time.monotonic()
@@ -29,7 +29,8 @@ async def test_fault(fault, broken, noticed):
     elif fault.begins:
         begun = await run.begins(fault.begins)
     if fault.sign:
-        seconds = await run.says(fault.sign) - begun
+        said = await run.says(fault.sign)
+        seconds = None if begun is None else said - begun
     await _happens(fault, run)
     noticed[fault.name] = seconds
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from asyncflow_core.batch import Key
 from asyncflow_core.parts import PartContext
@@ -30,30 +30,38 @@ def server_python():
     return str(chosen)
 
 
-def tiny_qwen2(seed=0, *, tied=False):
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def tiny_model(kind="qwen2", *, seed=0, tied=False):
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = CONFIGS[kind](
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=8,
         max_position_embeddings=1024,
         initializer_range=0.2,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
     )
-    return Qwen2ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def save_model(path, **options):
+def tiny_qwen2(seed=0, *, tied=False):
+    return tiny_model(seed=seed, tied=tied)
+
+
+def save_model(path, kind="qwen2", **options):
     """The model and a tokenizer of words `t0 t1 ...`, one a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tiny_qwen2(**options).save_pretrained(path)
+    tiny_model(kind, **options).save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.decoder = decoders.Fuse()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from asyncflow_core.errors import DataError
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import PluginEntry, Registry
 from asyncflow_core.services.rollout import SwitchMode
-from asyncflow_core.services.weight_sync import Bucket
+from asyncflow_core.services.weight_sync import Bucket, WeightSource
 from asyncflow_core.testing.aio import eventually, manifest_of
 from asyncflow_sglang import keeper, layout, probe
 from asyncflow_sglang.files import Writer, batches, expected_tensors, link_files
@@ -308,3 +309,47 @@ def test_source_without_a_kind_is_refused(model):
     source = make_source(make_buckets(tiny_qwen2(1, tied=is_tied(model))), 1)
     with pytest.raises(DataError):
         _ = replace(source, path="x").kind
+
+
+async def test_broadcast_source_gives_the_buckets_of_rank_0(model):
+    """As the weight transport `collective` describes it."""
+    import torch
+    import torch.distributed as dist
+
+    from asyncflow_sglang.sources import buckets_of
+
+    buckets = make_buckets(tiny_qwen2(1, tied=is_tied(model)))
+    manifest = manifest_of(buckets, 1)
+    numbers = {spec.name: number for number, spec in enumerate(manifest.tensors)}
+    limit = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    how = {
+        "backend": "gloo",
+        "host": "127.0.0.1",
+        "port": store.port,
+        "group": "g",
+        "rank": 1,
+        "world_size": 2,
+        "timeout_s": 60.0,
+        "buckets": [[len(b.data), [[numbers[s.name], s.offset] for s in b.specs]] for b in buckets],
+    }
+
+    def send():
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = limit
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(dist.PrefixStore("g", store), 0, 2, options)
+        root = dist.BroadcastOptions()
+        root.rootRank, root.rootTensor = 0, 0
+        for bucket in buckets:
+            group.broadcast([torch.from_numpy(bucket.data)], root).wait()
+
+    sending = asyncio.ensure_future(asyncio.to_thread(send))
+    received = [
+        (bucket.specs, bucket.data.tobytes())
+        async for bucket in buckets_of(WeightSource(manifest, collective=how))
+    ]
+    await sending
+    assert received == [(bucket.specs, bucket.data.tobytes()) for bucket in buckets]
+    with pytest.raises(DataError, match="join a broadcast"):
+        await anext(buckets_of(WeightSource(manifest, collective={"backend": "gloo"})))

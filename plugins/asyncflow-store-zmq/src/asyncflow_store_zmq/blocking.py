@@ -17,6 +17,8 @@ from asyncflow_core.services.data_store import (
     TaskSpec,
 )
 from asyncflow_core.wire import BlockingClient, KeyPair
+from asyncflow_store_zmq.lane import lane_of
+from asyncflow_store_zmq.lane_client import LaneClient
 from asyncflow_store_zmq.memory import Call, Steps
 from asyncflow_store_zmq.reader import Reader
 from asyncflow_store_zmq.session import Session
@@ -42,7 +44,7 @@ class BlockingStore:
         self._token = token
         self._keys = keys
         self._name = name or f"client-{secrets.token_hex(4)}"
-        self._clients: list[BlockingClient] = []
+        self._clients: list[BlockingClient | LaneClient] = []
         self._session: Session | None = None
 
     def open(self) -> None:
@@ -66,10 +68,15 @@ class BlockingStore:
         for address in self._opened.shard_addresses[len(self._clients) - 1 :]:
             self._clients.insert(-1, self._connect(address))
 
-    def _connect(self, address: str) -> BlockingClient:
-        client = BlockingClient(
-            address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
-        )
+    def _connect(self, address: str) -> BlockingClient | LaneClient:
+        lane = lane_of(address)
+        client: BlockingClient | LaneClient
+        if lane is not None and lane.exists():
+            client = LaneClient(lane, name=self._name, token=self._token)
+        else:
+            client = BlockingClient(
+                address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
+            )
         client.open()
         return client
 
@@ -96,13 +103,13 @@ class BlockingStore:
         """Close."""
         self.close()
 
-    def _run(self, steps: Steps, returns: Any = Any) -> Any:
+    def _run(self, steps: Steps) -> Any:
         """Make the calls a session asks for."""
         try:
             call = next(steps)
             while True:
                 try:
-                    result = self._wait(self._send(call), call, returns)
+                    result = self._wait(self._send(call), call)
                 except AsyncFlowError as error:
                     call = steps.throw(error)
                 else:
@@ -117,9 +124,9 @@ class BlockingStore:
         client = self._clients[call.shard]
         return client.send(call.method, {"m": call.arguments}, timeout_s=_deadline_s(call))
 
-    def _wait(self, number: int, call: Call, returns: Any = Any) -> Any:
+    def _wait(self, number: int, call: Call) -> Any:
         client = self._clients[call.shard]
-        return client.wait(number, returns=returns, timeout_s=_deadline_s(call) + 1.0)
+        return client.wait(number, timeout_s=_deadline_s(call) + 1.0)
 
     @property
     def _opened(self) -> Session:
@@ -221,7 +228,7 @@ class BlockingStore:
 
     def stats(self, *, drops_after: int = 0, wait_s: float = 0.0) -> StoreStats:
         """See `DataStore.stats`."""
-        stats: StoreStats = self._run(self._opened.stats(drops_after, wait_s), returns=StoreStats)
+        stats: StoreStats = self._run(self._opened.stats(drops_after, wait_s))
         return stats
 
     def writer(self, **how: Any) -> Writer:

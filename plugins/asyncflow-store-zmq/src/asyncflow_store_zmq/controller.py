@@ -31,6 +31,8 @@ from asyncflow_store_zmq.arena import Arena
 from asyncflow_store_zmq.calls import check_call
 from asyncflow_store_zmq.durable import Durable, first_lease
 from asyncflow_store_zmq.incoming import Incoming
+from asyncflow_store_zmq.lane import lane_of
+from asyncflow_store_zmq.lane_server import LaneServer
 from asyncflow_store_zmq.payload import Written
 from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.shard import message
@@ -81,6 +83,8 @@ class Controller:
         self._due = 0.0
         self._ticker: asyncio.Task[None] | None = None
         self._durable: Durable | None = None
+        self._answers = {name: self._guarded(name) for name in _METHODS}
+        self._lane: LaneServer | None = None
 
     async def open(self) -> None:
         """Connect to every shard, map its memory, read the journal back."""
@@ -93,9 +97,15 @@ class Controller:
             for task in self._table.tasks():
                 self._registrations[secrets.token_hex(8)] = task, nobody
         self._ticker = asyncio.create_task(self._tick())
+        path = lane_of(self._spec.address)
+        if path is not None:
+            self._lane = LaneServer(path, token=self._spec.token, methods=self._answers)
+            await self._lane.open()
 
     async def aclose(self) -> None:
-        """Let go of the shards."""
+        """Let go of clients and shards."""
+        if self._lane is not None:
+            await self._lane.aclose()
         if self._ticker is not None:
             self._ticker.cancel()
         if self._timer is not None:
@@ -138,8 +148,8 @@ class Controller:
     def expose(self, server: Server) -> None:
         """Offer the methods."""
         methods = {
-            name: Method(self._guarded(name), message, takes_peer=True, inline=True)
-            for name in _METHODS
+            name: Method(function, message, takes_peer=True, inline=True)
+            for name, function in self._answers.items()
         }
         server.expose("store", methods, interface="ZmqDataStore", api_version=1)
 

@@ -257,7 +257,7 @@ class Payload:
         sources, kinds = self._sources(runs, names)
         lines = [array("q") for _ in range(FACTS + len(sources))]
         number, source, epoch, sequence, sample, batch, tokens, oldest, *columns = lines
-        slots = list(sources)
+        used: set[int] = set()
         for block, first, last in runs:
             count, rows = last - first, block.rows
             start = row_number(block.number, first)
@@ -278,21 +278,21 @@ class Payload:
             tokens.extend(block.facts[first:last].tolist())
             oldest.extend(block.facts[rows + first : rows + last].tolist())
             places: array[int] = block.place
-            for column, by_kind in zip(columns, slots, strict=True):
-                slot = by_kind[kinds[_kind(block)]]
+            kind = kinds[_kind(block)]
+            for column, slots in zip(columns, sources, strict=True):
+                slot = slots[kind]
                 if slot >= 0:
                     start = HEAD + slot * rows
-                    column.extend(places[start + first : start + last])
-                elif samples == 1:
-                    column.extend(range(places[1] + first, places[1] + last))
-                else:
+                    found = places[start + first : start + last]
+                    column.extend(found)
+                    used.update([place >> ENTRY_BITS for place in found])
+                else:  # groups of a block lie in one segment
                     column.extend([places[1] + group for group in groups])
-        matrix = np.empty((len(lines), len(number)), np.int64)
-        used: dict[int, None] = {}
-        for position, line in enumerate(lines):
-            matrix[position] = line
-            if position >= FACTS:
-                used.update(dict.fromkeys((matrix[position] >> ENTRY_BITS).tolist()))
+                    used.add(places[1] >> ENTRY_BITS)
+        flat = array("q")
+        for line in lines:
+            flat.extend(line)
+        matrix = np.frombuffer(flat, np.int64).reshape(len(lines), len(number))
         segments = [self._segment_fields(number) for number in used]
         table = np.array(segments, np.int64).reshape(len(segments), 8)
         return Handout(lease_id, matrix, list(sources.values()), table, extra)

@@ -21,10 +21,13 @@ from asyncflow_core.errors import LeaseLostError
 from asyncflow_core.schema import PER_TOKEN, validate
 from asyncflow_core.services.data_store import (
     CommitResult,
+    DroppedGroup,
     Lease,
     PutResult,
     RowInfo,
+    StoreStats,
     TaskSpec,
+    TaskStats,
 )
 from asyncflow_store_zmq.layout import Layout, pack
 from asyncflow_store_zmq.memory import (
@@ -380,7 +383,10 @@ class Session:
 
     def stats(self, drops_after: int, wait_s: float) -> Steps:
         """-> StoreStats."""
-        return (yield Call("store.stats", [drops_after, wait_s], wait_s))
+        plain = yield Call("store.stats", [drops_after, wait_s], wait_s)
+        dropped = [DroppedGroup(**fields) for fields in plain.pop("dropped_groups", ())]
+        tasks = {name: TaskStats(**fields) for name, fields in plain.pop("tasks", {}).items()}
+        return StoreStats(**plain, dropped_groups=tuple(dropped), tasks=tasks)
 
 
 def _ref(ref: BatchRef) -> list[Any]:

@@ -326,7 +326,5 @@ class ZmqDataStore(DataStore):
 
     async def stats(self, *, drops_after: int = 0, wait_s: float = 0.0) -> StoreStats:
         """See `DataStore.stats`; `bytes` counts segments, with their offsets."""
-        stats: StoreStats = await self._run(
-            lambda session: session.stats(drops_after, wait_s), returns=StoreStats
-        )
+        stats: StoreStats = await self._run(lambda session: session.stats(drops_after, wait_s))
         return stats

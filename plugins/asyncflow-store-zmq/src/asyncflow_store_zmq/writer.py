@@ -51,8 +51,10 @@ class Writer:
         while call.method != "store.put":  # memory comes first
             call = steps.send(self._wait(self._send(call), call))
         self._asked.append((self._send(call), call, steps))
-        while len(self._asked) > self._in_flight:
-            self._settle()
+        if len(self._asked) > self._in_flight:
+            # Half of them at a time: whoever waits for each answer alone wakes up for each.
+            while len(self._asked) > self._in_flight // 2:
+                self._settle()
 
     def flush(self) -> PutResult:
         """Wait for every answer; what all puts since the last flush did."""
