@@ -279,6 +279,9 @@ class WorkflowConfig(Section):
     """Samples of one prompt."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates of one step, each on an equal share of its groups."""
+    pacing: bool = True
+    """Start prompts no earlier than keeps the trainer fed, so that staleness falls below its bound
+    where rollout has room. Off: as soon as the bound allows."""
     order: Literal["batches", "ready_first"] = "batches"
     """What a step trains. batches: exactly the groups admitted to its batch, and it waits for all,
     so that lengths have the data's distribution. ready_first: the first groups that are ready,

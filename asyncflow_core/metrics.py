@@ -25,6 +25,7 @@ __all__ = [
     "ROLLOUT_TOKENS_LOST",
     "STALENESS_MAX",
     "STALENESS_MEAN",
+    "PACING_DELAY_S",
     "STALENESS_UPDATES_MAX",
     "STEP_WALL_S",
     "TOKENS_PER_S",
@@ -54,6 +55,7 @@ ROLLOUT_TOKENS_LOST: Final = "rollout/tokens_lost"
 ROLLOUT_TOKENS_DIED: Final = "rollout/tokens_died"
 RESTARTS: Final = "flow/restarts"
 TOKENS_PER_S: Final = "flow/tokens_per_s"
+PACING_DELAY_S: Final = "flow/pacing_delay_s"
 STEP_WALL_S: Final = "flow/step_wall_s"
 STALENESS_MEAN: Final = "staleness/mean"
 STALENESS_MAX: Final = "staleness/max"

@@ -30,7 +30,7 @@ JOB = [
     "workflow.groups_per_step=32",
     "workflow.updates_per_step=1",
     "trainer.options={lr: 5.0e-4, warmup_updates: 5}",
-    "evaluation={samples: 4, every: 10, share: 0.5}",
+    "evaluation={samples: 2, every: 10, share: 0.5}",
 ]
 AHEAD = ["workflow.preset=async", f"workflow.max_staleness={LAG}"]
 ARMS = {
@@ -132,11 +132,10 @@ def figure(curves: dict[str, list[dict[int, float]]]) -> str:
             f'stroke="#ddd"/><text x="{left - 8}" y="{y(score) + 4:.1f}" text-anchor="end">'
             f"{score:.1f}</text>"
         )
-    for version in range(0, STEPS + 1, 20):
-        parts.append(
-            f'<text x="{x(version):.1f}" y="{top + height + 18}" text-anchor="middle">{version}'
-            f"</text>"
-        )
+    parts += [
+        f'<text x="{x(at):.1f}" y="{top + height + 18}" text-anchor="middle">{at}</text>'
+        for at in range(0, STEPS + 1, 20)
+    ]
     for number, (arm, found) in enumerate(curves.items()):
         colour = COLOURS[arm]
         if seeds > 1:

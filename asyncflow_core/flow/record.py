@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -30,6 +31,8 @@ class Rewards:
     tokens: int = 0
     errors: int = 0
     last_error: str = ""
+    last_at: float = 0.0
+    """When the last row was seen, `time.perf_counter`."""
     oldest: int | None = None
     newest: int | None = None
 
@@ -39,6 +42,7 @@ class Rewards:
         self.tokens += other.tokens
         self.errors += other.errors
         self.last_error = other.last_error or self.last_error
+        self.last_at = max(self.last_at, other.last_at)
 
     def made_at(self, versions: Sequence[int]) -> None:
         """Note which versions have a token in a row."""
@@ -143,6 +147,7 @@ class Recorder:
         rewards = self._rewards(info)
         rewards.values.append(reward)
         rewards.tokens += tokens
+        rewards.last_at = time.perf_counter()
         if error is not None:
             rewards.errors += 1
             rewards.last_error = error

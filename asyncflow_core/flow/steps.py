@@ -108,10 +108,11 @@ class Steps:
         group.create_task(parts.supply.admit())
         step = min(first + 1, steps)
         parts.waits.begin(f"step {step}", parts.switching.waiting, step=step)
+        began = time.perf_counter()
         if first < steps:
             stepping = group.create_task(parts.trainer.step(first))
         for version in range(first + 1, steps + 1):
-            report = await stepping
+            report, report_began = await stepping, began
             late = parts.supply.advance(version, report.group_keys)  # puts go beside the export
             publishing = group.create_task(self._publish(version, group))
             saved_s = 0.0
@@ -126,10 +127,11 @@ class Steps:
                 else:
                     await publishing
                 stepping = group.create_task(parts.trainer.step(version))
+                began = time.perf_counter()
             if late:
                 await parts.store.drop(late, reason=STRAGGLER)
                 await parts.replicas.abort(late)
-            await self._record(report, publishing, saved_s)
+            await self._record(report, publishing, saved_s, report_began)
         await self._count_time()
 
     async def _count_time(self) -> None:
@@ -155,6 +157,7 @@ class Steps:
         report: StepReport,
         publishing: asyncio.Task[tuple[PublishedWeights, float]],
         saved_s: float,
+        began: float,
     ) -> None:
         parts, switching = self._parts, self._parts.switching
         now = time.perf_counter()
@@ -163,12 +166,16 @@ class Steps:
         rewards = await parts.recorder.wait_groups(report.group_keys, rows)
         if rewards.errors and not self._totals.reward_errors:
             _log.warning("a reward failed and counts 0: %s", rewards.last_error)
+        delay_s = parts.supply.paced(
+            slack_s=began - rewards.last_at, waited_s=report.wait_s, step_s=wall_s
+        )
         weights, publish_s = await publishing
         rollout = await parts.replicas.totals()
         record = {
             **self._totals.add(report, rewards),
             metrics.STEP_WALL_S: wall_s,
             metrics.TOKENS_PER_S: report.tokens / wall_s,
+            metrics.PACING_DELAY_S: delay_s,
             metrics.WEIGHTS_PUBLISH_S: publish_s,
             metrics.WEIGHTS_STAGE_S: switching.stage_s,
             metrics.WEIGHTS_COMMIT_S: switching.commit_s,

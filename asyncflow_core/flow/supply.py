@@ -19,6 +19,7 @@ from asyncflow_core.errors import AsyncFlowError, ConfigError, DataError, Servic
 from asyncflow_core.flow.admission import Admission
 from asyncflow_core.flow.assigned import TRAINING, Assigned, dropped_record, groups_record
 from asyncflow_core.flow.cursor import PromptCursor, fingerprint
+from asyncflow_core.flow.pacing import Pacing
 from asyncflow_core.flow.policies.dynamic_sampling import ALL_EQUAL
 from asyncflow_core.flow.policies.over_sampling import BIASED, STRAGGLER, OverSampling
 from asyncflow_core.flow.policies.ready_first import TOO_STALE, ReadyAdmission
@@ -98,7 +99,8 @@ class Supply:
         )
         if flow.extra_groups:
             _log.warning("%s", BIASED)
-        self._version = version
+        self._version = self._opened = version
+        self._pacing, self._opens_at = Pacing(flow.bound), 0.0
         self._dropped = dropped or _nothing
         self._admission = (Admission if flow.order == "batches" else ReadyAdmission)(
             groups_per_step=self._over.started,
@@ -153,11 +155,32 @@ class Supply:
         if self._config.workflow.extra_groups:
             late = self._over.stragglers(self.assigned.living(version - 1), trained)
         self._version = version
-        self._admission.advance(version)
+        self._open_later()
         self.assigned.close(version)
         self._dropped_in_a_row = 0
         self._wake.set()
         return late
+
+    def paced(self, *, slack_s: float, waited_s: float, step_s: float) -> float:
+        """A step was done, see `Pacing.stepped`; the delay of the batches to come, in seconds."""
+        if self._config.workflow.pacing and self._config.workflow.order == "batches":
+            self._pacing.stepped(slack_s=slack_s, waited_s=waited_s, step_s=step_s)
+        return self._pacing.delay_s
+
+    def _open_later(self) -> None:
+        """Let the next batch start after the delay; replacements of dropped groups never wait."""
+        loop = asyncio.get_running_loop()
+        self._opens_at = max(self._opens_at, loop.time() + self._pacing.delay_s)
+        if self._pacing.delay_s:
+            loop.call_at(self._opens_at, self._open, self._version)
+        else:
+            self._open(self._version)
+
+    def _open(self, version: int) -> None:
+        while self._opened < version:
+            self._opened += 1
+            self._admission.advance(self._opened)
+        self._wake.set()
 
     async def held_out(self) -> list[PromptRecord]:
         """The held-out prompts; none without an evaluation."""

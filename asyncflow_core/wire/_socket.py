@@ -163,9 +163,12 @@ class LoopSocket:
             # Asked for, not tried: an exception costs more. What is read whole is there whole.
             if self._sock.closed or not int(self._sock.get(_EVENTS)) & _POLLIN:
                 return
-            identity = self._sock.recv(_NOBLOCK) if self._routes else b""
-            header = self._sock.recv(_NOBLOCK)
-            frames = self._rest()
+            try:
+                identity = self._sock.recv(_NOBLOCK) if self._routes else b""
+                header = self._sock.recv(_NOBLOCK)
+                frames = self._rest()
+            except zmq.Again:  # its peer went away meanwhile; the signal for what follows is spent
+                continue
             try:
                 self._on_message(identity, header, frames)
             except Exception:

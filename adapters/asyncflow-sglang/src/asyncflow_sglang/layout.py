@@ -85,11 +85,15 @@ def _digest(held: Held, names: Sequence[str]) -> str:
     return digest.digest()[:8].hex()
 
 
-def difference(held: Held, answer: Mapping[str, Any]) -> str:
-    """What /weights_checker reports otherwise than it should; empty if all is equal."""
+def difference(ours: Mapping[str, str], answer: Mapping[str, Any]) -> str:
+    """What /weights_checker reports otherwise than it should; empty if all is equal.
+
+    Args:
+        ours: from `expected`.
+        answer: the server's.
+    """
     ranks = answer.get("ranks") or [{}]
     theirs: Mapping[str, str] = ranks[0].get("checksums") or {}
-    ours = expected(held)
     # A tied head is the embedding, and may or may not be listed.
     tied = {"lm_head.weight"} if "lm_head.weight" not in ours else set()
     for name in sorted((ours.keys() | theirs.keys()) - tied):

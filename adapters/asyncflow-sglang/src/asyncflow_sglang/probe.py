@@ -1,11 +1,10 @@
 """Log-probs of a fixed prompt: the weaker proof of weights, and the check of their definition.
 
-The reference is a float32 forward of transformers over the held files, in this process. Blocking.
+The reference is a float32 forward of transformers over the held files, in this process.
 """
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -54,19 +53,17 @@ async def _likeliest(http: Http, prompt: list[int], temperature: float, timeout_
 
 
 async def difference(
-    http: Http, held: Held, model: str, prompt: list[int], *, dtype: str, timeout_s: float
+    http: Http, prompt: list[int], ours: NDArray[np.float64], *, dtype: str, timeout_s: float
 ) -> str:
-    """How the server's log-probs of the prompt differ from the held weights'; empty if they agree.
+    """How the server's log-probs of the prompt differ from `ours`; empty if they agree.
 
     Args:
         http: the server.
-        held: what it should hold.
-        model: directory with config.json.
-        prompt: from `fixed_prompt`.
+        prompt: from `fixed_prompt`, P ids.
+        ours: from `reference`; [P - 1].
         dtype: of the server's weights.
         timeout_s: of the server's answer.
     """
-    ours = await asyncio.to_thread(reference, held, model, prompt)
     reply = await _ask(http, prompt, {"temperature": 1.0}, timeout_s, logprob_start_len=0)
     entries = reply["meta_info"]["input_token_logprobs"][1:]
     theirs = np.array([entry[0] for entry in entries], np.float64)
@@ -92,7 +89,7 @@ async def _ask(
 
 
 def reference(held: Held, model: str, prompt: list[int]) -> NDArray[np.float64]:
-    """Log-probs of the prompt's tokens after the first, under the held weights; [P - 1]."""
+    """Log-probs of the prompt's tokens after the first, under the held weights; [P - 1]. Blocking."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from asyncflow_core.errors import AsyncFlowError, EngineError
 from asyncflow_core.services.rollout import SwitchMode
-from asyncflow_sglang import layout, probe
+from asyncflow_sglang import probe
 from asyncflow_sglang._compat import check_version
-from asyncflow_sglang.files import Held
 from asyncflow_sglang.health import Health, State
 from asyncflow_sglang.http import Http, RefusedError, UnreachableError
 from asyncflow_sglang.launch import ServerProcess
 from asyncflow_sglang.options import SGLangOptions
+from asyncflow_sglang.proof import Proof
 from asyncflow_sglang.push import Pusher
 from asyncflow_sglang.replies import Labels, Segment
 from asyncflow_sglang.running import Requests
@@ -68,7 +68,7 @@ class Server:
         vocab: int,
         process: Callable[[], ServerProcess] | None,
         requests: Requests,
-        wanted: Callable[[], Held | None],
+        wanted: Callable[[], Proof | None],
         changed: Callable[[Server], None],
     ) -> None:
         self.name = name
@@ -214,9 +214,9 @@ class Server:
         async with self.control:
             try:
                 await self._greet()
-                held = self._wanted()
-                if held is not None:
-                    await self._replace(held, keep_running=False)
+                proof = self._wanted()
+                if proof is not None:
+                    await self._replace(proof, keep_running=False)
                 else:
                     await self._adopt()
                 self.fatal = None
@@ -290,12 +290,12 @@ class Server:
         self._changed(self)
 
     async def switch(
-        self, held: Held, mode: SwitchMode, idle: Callable[[], Awaitable[None]]
+        self, proof: Proof, mode: SwitchMode, idle: Callable[[], Awaitable[None]]
     ) -> None:
         """Serve these weights from the next token, or the next request, on.
 
         Args:
-            held: the weights.
+            proof: the weights, and what proves them.
             mode: what becomes of running requests.
             idle: awaited when its own requests ended or were cut: others may run here too, behind
                 a router.
@@ -305,19 +305,21 @@ class Server:
                 it was brought up again.
         """
         async with self.control:
-            if self.health.label == self._labels.of(held.version):
+            if self.health.label == self._labels.of(proof.held.version):
                 return  # it was brought up to it meanwhile
             self._switching = True
             self._changed(self)
             try:
-                keep = mode is SwitchMode.IN_FLIGHT and not self._unproven(held)
+                # Where only log-probs prove, nothing may run before they did.
+                unknown = proof.unknown(self.facts.args)
+                keep = mode is SwitchMode.IN_FLIGHT and not unknown
                 if mode is SwitchMode.DRAIN:
                     await self.requests.drained()
                 elif not keep:
                     await self.requests.end()
                 if not keep:
                     await idle()
-                await self._replace(held, keep_running=keep)
+                await self._replace(proof, keep_running=keep)
             except BaseException as error:
                 self.health.doubted(f"its update failed: {error}", time.monotonic())
                 self.requests.cut()
@@ -328,31 +330,23 @@ class Server:
                 self.requests.last_token = time.monotonic()
                 self._changed(self)
 
-    async def _replace(self, held: Held, *, keep_running: bool) -> None:
+    async def _replace(self, proof: Proof, *, keep_running: bool) -> None:
         """Pause, load, prove, go on. What fails leaves it paused and doubted."""
-        label = self._labels.of(held.version)
+        held, facts = proof.held, (self.facts.args, self.facts.input_tokens)
+        label, limit = self._labels.of(held.version), self._options.update_timeout_s
         in_place = keep_running and self._options.in_flight == "in_place"
         start = time.perf_counter()
         self.health.doubted(f"it is given version {held.version}", time.monotonic())
         await self._post("/pause_generation", {"mode": "in_place" if in_place else "retract"})
         self.requests.switched()
         await self._pusher.push(held, label, flush=not in_place, ranks=self.facts.ranks)
-        how = self._how(held)
+        how = proof.by(self.facts.args)
         if how == "checksum":
-            answer = await self._post("/weights_checker", {"action": "checksum"})
-            self._hold(held, await asyncio.to_thread(layout.difference, held, answer))
+            await proof.by_checksum(self.http, *facts, timeout_s=limit)
         if not self.paused or how == "logprobs":
             await self._continue()
         if how == "logprobs":
-            found = await probe.difference(
-                self.http,
-                held,
-                self._options.model,
-                self._prompt(),
-                dtype=str(self.facts.args.get("dtype")),
-                timeout_s=self._options.update_timeout_s,
-            )
-            self._hold(held, found)
+            await proof.by_logprobs(self.http, *facts, timeout_s=limit)
             if self.paused:
                 await self._post("/pause_generation", {"mode": "in_place"})
         self.health.confirmed(label, time.monotonic())
@@ -364,27 +358,6 @@ class Server:
             how,
             time.perf_counter() - start,
         )
-
-    def _how(self, held: Held) -> str:
-        """What proves that it holds a version."""
-        if self._options.verify != "auto":
-            return self._options.verify
-        return "logprobs" if self._unproven(held) else "checksum"
-
-    def _unproven(self, held: Held) -> str:
-        """Why no checksum can prove its weights, so that nothing may run before log-probs did."""
-        if self._options.verify in ("checksum", "off"):
-            return ""
-        if self._options.verify == "logprobs":
-            return "option verify"
-        return layout.known_reason(self._options.model, self.facts.args, held)
-
-    def _hold(self, held: Held, difference: str) -> None:
-        if difference:
-            raise EngineError(
-                f"{self.name} does not hold version {held.version}: {difference}",
-                service=self.name,
-            )
 
     async def _continue(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False})

@@ -100,7 +100,7 @@ class SGLangRollout(Rollout):
         self._is_open = True
         vocab = vocabulary(self._options.model)
         self._root = await asyncio.to_thread(self._make_root)
-        await asyncio.to_thread(self._weights.open, self._root)
+        await asyncio.to_thread(self._weights.open, self._root, vocab)
         key = os.environ.get(self._options.api_key_env, "") if self._options.api_key_env else ""
         self._add_servers(vocab, key)
         for server in self._servers.values():

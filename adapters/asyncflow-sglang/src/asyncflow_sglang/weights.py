@@ -15,6 +15,7 @@ from asyncflow_core.services.weight_sync import TensorSpec, WeightSource
 from asyncflow_sglang.files import Held, Writer, expected_tensors, link_files
 from asyncflow_sglang.http import RefusedError, UnreachableError
 from asyncflow_sglang.options import SGLangOptions
+from asyncflow_sglang.proof import Proof
 from asyncflow_sglang.server import Server
 from asyncflow_sglang.sources import buckets_of
 
@@ -36,23 +37,24 @@ class Weights:
 
     def __init__(self, name: str, options: SGLangOptions, servers: Mapping[str, Server]) -> None:
         """Keep the arguments; `servers` may grow and shrink."""
-        self.serving: Held | None = None
+        self.serving: Proof | None = None
         self.version = 0
         self._name = name
         self._options = options
         self._servers = servers
-        self._staged: Held | None = None
+        self._staged: Proof | None = None
+        self._vocab = 0
         self._root: Path | None = None
         self._expected: list[TensorSpec] = []
         self._update = asyncio.Lock()
 
-    def open(self, root: Path) -> None:
+    def open(self, root: Path, vocab: int) -> None:
         """Versions will lie in `root`. Blocking.
 
         Raises:
             DataError: the model's own files are not sound.
         """
-        self._root = root
+        self._root, self._vocab = root, vocab
         self._expected = expected_tensors(self._options.model)
 
     async def stage(self, source: WeightSource) -> StagedWeights:
@@ -69,9 +71,15 @@ class Weights:
                     f"{error}",
                     service=self._name,
                 ) from error
+            proof = Proof(
+                held, model=self._options.model, how=self._options.verify, vocab=self._vocab
+            )
+            for server in self._servers.values():
+                if server.greeted:
+                    await proof.prepare(server.facts.args, server.facts.input_tokens)
             if self._staged is not None:
-                await asyncio.to_thread(self._staged.remove)
-            self._staged = held
+                await asyncio.to_thread(self._staged.held.remove)
+            self._staged = proof
             wall_s = time.perf_counter() - start
             return StagedWeights(held.version, held.checksum, held.nbytes, wall_s)
 
@@ -101,10 +109,10 @@ class Weights:
         """
         async with self._update:
             staged = self._staged
-            if staged is None or staged.version != version:
+            if staged is None or staged.held.version != version:
                 raise ServiceError(
                     f"{self._name} cannot commit version {version}: staged is "
-                    f"{None if staged is None else staged.version}",
+                    f"{None if staged is None else staged.held.version}",
                     service=self._name,
                 )
             before, self.serving = self.serving, staged
@@ -115,14 +123,15 @@ class Weights:
                 raise
             self._staged, self.version = None, version
             if before is not None:
-                await asyncio.to_thread(before.remove)
+                await asyncio.to_thread(before.held.remove)
 
     async def _switch(
-        self, held: Held, mode: SwitchMode, idle: Callable[[], Awaitable[None]]
+        self, proof: Proof, mode: SwitchMode, idle: Callable[[], Awaitable[None]]
     ) -> None:
+        held = proof.held
         up = [server for server in self._servers.values() if server.usable]
         found = await asyncio.gather(
-            *(server.switch(held, mode, idle) for server in up), return_exceptions=True
+            *(server.switch(proof, mode, idle) for server in up), return_exceptions=True
         )
         errors: list[BaseException] = []
         for server, error in zip(up, found, strict=True):

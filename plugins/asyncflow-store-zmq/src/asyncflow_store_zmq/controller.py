@@ -285,8 +285,10 @@ class Controller:
         while self._hurries[peer, m[0], m[1]] == hurries:
             found = self._try_lease(m)  # also at first: rows may have come before this task ran
             self._follow()
-            if found is not None or not await self._ready[m[0]].wait(deadline):
+            if found is not None:
                 return found
+            if not await self._ready[m[0]].wait(deadline):
+                return self._try_lease(m)  # for a row that came together with the deadline
         return None
 
     def hurry(self, m: list[Any], peer: Peer) -> None:
