@@ -4,11 +4,10 @@
 #   make test                           install, lint, run the default tests
 #   make lint                           ruff, mypy strict, import rules
 #   make bench BENCH=name               run benchmarks/name.py
-#   make test-store, test-hzp, test-weights, test-slow, test-demo
+#   make test-slow, test-store, test-hzp, test-weights, test-workflow, test-sglang, test-demo
 #                                       suites that take longer; CI runs them too
 #   make soak                           ten minutes of full load on the zmq store
-#   make test-store                     the data store with its processes killed at random
-#   make soak                           the data store at full load for ten minutes
+#   make fuzz                           hostile frames by atheris, ten minutes
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -26,7 +25,8 @@ BASE      := examples/spell_backward/base
 OVERRIDES := $(filter-out PYTHON=% VENV=% BENCH=%,$(MAKEOVERRIDES))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean soak test-slow test-demo test-store
+.PHONY: help demo test lint bench clean soak fuzz test-slow test-store test-hzp test-weights \
+  test-workflow test-sglang test-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,7 +57,7 @@ test: lint
 SLOW = @$(BIN)/python -m pytest -m "slow and not gpu"
 
 test-slow: $(VENV)/installed-dev
-	$(SLOW) tests --ignore=tests/weights
+	$(SLOW) tests --ignore=tests/weights --ignore=tests/workflow
 
 # The zmq store under more than 200 random kills of its processes, and its contract over them.
 test-store: $(VENV)/installed-dev
@@ -70,6 +70,10 @@ test-hzp: $(VENV)/installed-dev
 # Faults of weight transports, and what is detected in how long.
 test-weights: $(VENV)/installed-dev
 	$(SLOW) -s tests/weights plugins/asyncflow-weights-host plugins/asyncflow-weights-collective
+
+# Runs whose processes are killed, stopped, starved and cut off, and runs that are resumed.
+test-workflow: $(VENV)/installed-dev
+	$(SLOW) -s tests/workflow
 
 # The main job, as a user starts it, and what it must have learned.
 test-demo: demo

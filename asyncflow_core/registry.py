@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,7 +30,10 @@ from asyncflow_core.errors import (
     PluginLoadError,
     PluginNotFoundError,
 )
-from asyncflow_core.parts import StageContract
+from asyncflow_core.parts import PartContext, StageContract
+
+if TYPE_CHECKING:
+    from asyncflow_core.ledger import LeasePolicy
 
 __all__ = [
     "API_VERSIONS",
@@ -63,6 +66,7 @@ _logger = logging.getLogger(__name__)
 
 _CORE = "asyncflow-core"
 _KNOWN = {
+    "rollout.sglang": "asyncflow-sglang",
     "rollout.transformers": "asyncflow-transformers",
     "tokenizer.huggingface": "asyncflow-transformers",
     "trainer.hzp": "asyncflow-hzp",
@@ -231,6 +235,14 @@ class Registry:
         self._by_hand.update(
             self._collect(module, f"{distribution}:{module.__name__}", distribution)
         )
+
+    def lease_policies(self, names: Iterable[str]) -> dict[str, LeasePolicy]:
+        """Built lease policies by name, for a data store; raises as `get`."""
+        plugins = {name: self.get("lease_policy", name) for name in names}
+        return {
+            name: plugin.factory(plugin.parse_options({}), PartContext(name=name, registry=self))
+            for name, plugin in plugins.items()
+        }
 
     def get(self, kind: str, name: str) -> Plugin:
         """The plugin; imports its module the first time.

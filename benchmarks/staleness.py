@@ -32,7 +32,7 @@ JOB = [
     "trainer.options={lr: 5.0e-4, warmup_updates: 5}",
     "evaluation={samples: 2, every: 10, share: 0.5}",
 ]
-AHEAD = ["workflow.preset=async", f"workflow.max_staleness={LAG}"]
+AHEAD = ["workflow.preset=async", f"workflow.max_staleness={LAG}", "workflow.pacing=false"]
 ARMS = {
     # A cap below every ratio gives all tokens one weight, whose size AdamW does not see: the plain
     # policy gradient of stale samples.

@@ -141,10 +141,13 @@ class Checkpoints:
     def _damaged(self, file: Path, how: str) -> ConfigError:
         version = int(file.relative_to(self.path).parts[0])
         older = [found for found in self.versions() if found < version]
-        then = f"from step {older[-1]} instead" if older else "nothing: it is the only checkpoint"
+        if older:
+            then = f"delete {str(self.path / str(version))!r} to resume from step {older[-1]}"
+        else:
+            then = "start the run anew: it is the only checkpoint"
         return ConfigError(
             f"resume: the file {str(file)!r} of the checkpoint is damaged ({how}); bring it back, "
-            f"or delete {str(self.path / str(version))!r} to resume {then}"
+            f"or {then}"
         )
 
     def _part(self, version: int) -> Path:

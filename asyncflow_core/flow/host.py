@@ -50,6 +50,7 @@ from asyncflow_core.registry import Registry
 from asyncflow_core.services.base import Service
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.services.rollout import (
+    Completion,
     Rollout,
     RolloutStats,
     SamplingParams,
@@ -299,7 +300,8 @@ class RolloutReplica(RolloutControl):
         self._weight_sync = weight_sync
         self._name = spec.name
         self._version: int | None = None
-        self._tokens_finished = 0
+        self._tokens_finished = self._tokens_unwanted = 0
+        self._unwanted: frozenset[Key] = frozenset()
         sampling = SamplingParams(**role.sampling.model_dump())
         self._worker = Worker(
             store,
@@ -312,8 +314,11 @@ class RolloutReplica(RolloutControl):
         )
         self._pulling = False
 
-    def _finished(self, tokens: int) -> None:
-        self._tokens_finished += tokens
+    def _finished(self, ended: Sequence[Completion]) -> None:
+        for completion in ended:
+            self._tokens_finished += len(completion.response_ids)
+            if completion.key in self._unwanted:
+                self._tokens_unwanted += len(completion.response_ids)
 
     def _confirmed(self) -> int:
         if self._version is None:
@@ -357,11 +362,16 @@ class RolloutReplica(RolloutControl):
         return self._worker.stats()
 
     async def abort(self, keys: Sequence[Key]) -> int:
-        """Their rows are dropped: what the engine gives for them is not written anywhere."""
+        """Their rows are dropped: what the engine gives for them is lost, and counted so."""
+        self._unwanted = frozenset(keys)
         return await self._service.abort(keys)
 
     async def stats(self) -> RolloutStats:
         """Of the engine, with what would be lost if it died now."""
         stats = await self._service.stats()
         done = self._tokens_finished + stats.tokens_lost
-        return replace(stats, tokens_unfinished=max(0, stats.tokens_generated - done))
+        return replace(
+            stats,
+            tokens_lost=stats.tokens_lost + self._tokens_unwanted,
+            tokens_unfinished=max(0, stats.tokens_generated - done),
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,15 @@ class _Planner:
         options, faults = self._source.validate(plugin.options, values, (*path, "options"))
         self._faults += faults
         if options is not None:
+            self._find_policies(getattr(options, "lease_policies", ()), path)
             self._inspect(plugin, options, path)
+
+    def _find_policies(self, names: Sequence[str], path: tuple[str, ...]) -> None:
+        for name in names:
+            try:
+                self._registry.get("lease_policy", name)
+            except PluginError as error:
+                self._fault((*path, "options", "lease_policies"), str(error))
 
     def _store_directory(self, plugin: Plugin, values: Mapping[str, Any]) -> dict[str, str]:
         """A store that is to outlive its processes lies in the run's folder, unless told where."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from asyncflow_core import metrics
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.assigned import Assigned
@@ -164,6 +165,7 @@ def begin_again(run: Path, config: RunConfig) -> Start:
     (run / "summary.json").unlink(missing_ok=True)
     shutil.rmtree(run / "model", ignore_errors=True)
     _cut(run / "metrics.jsonl", lambda line: line["version"] <= version)
+    _cut(run / "evaluations.jsonl", lambda line: line[metrics.EVAL_VERSION] in totals.scores)
     redone, void = _cut_samples(run / "samples.jsonl", version, totals)
     exact = config.checkpoint.resume == "exact"
     notes = _cut_notes(run / NOTES, checkpoint.notes if exact else None)
@@ -198,8 +200,8 @@ def _cut_samples(path: Path, version: int, totals: Totals) -> tuple[int, int]:
     def keep(line: Mapping[str, Any]) -> bool:
         nonlocal redone, void
         newest = max((found for found, _ in line["versions"]), default=0)
-        if line["batch"] is None:
-            return newest in totals.scores
+        if line["batch"] is None:  # the epoch of its key is the version that was evaluated
+            return int(line["key"].split("/")[1]) in totals.scores
         if line["batch"] < version:
             return True
         tokens = sum(count for _, count in line["versions"])

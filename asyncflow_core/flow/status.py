@@ -206,10 +206,10 @@ class Shares:
 class Counters:
     """The sum of one counter over workers that come, go, and begin again from 0."""
 
-    def __init__(self) -> None:
-        """Nothing counted."""
+    def __init__(self, before: int = 0) -> None:
+        """Go on from what was counted before."""
         self._now: dict[str, int] = {}
-        self._before = 0
+        self._before = before
 
     def set(self, name: str, value: int) -> None:
         """A worker says where its counter stands."""

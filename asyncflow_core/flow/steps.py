@@ -88,6 +88,8 @@ class Steps:
         if not self._life:
             parts.waits.begin("the evaluation before training")
             await self._evaluations.alone(0)
+        elif self._first not in self._totals.scores:
+            self._evaluations.begin(self._first, group)
         await self._train(group)
         parts.waits.begin("bringing the last weights to all replicas", switching.waiting)
         await switching.settled()

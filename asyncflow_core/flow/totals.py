@@ -26,6 +26,8 @@ class Totals:
         first_version: completed before this life of the run.
         wall_s: of all steps. rollout_busy_s: of the engines meanwhile, mean over replicas.
         rows_put, rows_evaluated: training rows and held-out rows that were put.
+        tokens_generated, tokens_kept, tokens_lost: response tokens, of all replicas and lives, as
+            far as they were asked; kept and lost by switches of weights.
         response_tokens: trained. tokens_evaluated: of held-out rows.
         wasted: cause to response tokens that were generated and then thrown away, what switches
             of weights lost not included: engines count that.
@@ -39,6 +41,9 @@ class Totals:
     steps: int = 0
     rows: int = 0
     tokens: int = 0
+    tokens_generated: int = 0
+    tokens_kept: int = 0
+    tokens_lost: int = 0
     response_tokens: int = 0
     tokens_evaluated: int = 0
     wasted: Counter[str] = field(default_factory=Counter)

@@ -34,7 +34,7 @@ from asyncflow_core.flow.worker import Worker
 from asyncflow_core.services.data_store import DataStore, StoreStats
 from asyncflow_core.services.rollout import RolloutStats
 
-__all__ = ["Watching"]
+__all__ = ["EVERY_S", "Watching"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class Watching:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._answers: dict[str, tuple[float, WorkStats, RolloutStats | None]] = {}
         self._shares = Shares()
-        self._generated, self._kept, self._lost = Counters(), Counters(), Counters()
+        self._generated = Counters(totals.tokens_generated)
+        self._kept, self._lost = Counters(totals.tokens_kept), Counters(totals.tokens_lost)
         self._store = StoreStats()
         self._waits: list[str] = []
         self._said = False
@@ -123,15 +124,20 @@ class Watching:
             self._generated.set(name, engine.tokens_generated)
             self._kept.set(name, engine.tokens_kept)
             self._lost.set(name, engine.tokens_lost)
+            self._totals.tokens_generated = self._generated.total
+            self._totals.tokens_kept = self._kept.total
+            self._totals.tokens_lost = self._lost.total
 
     def tokens(self) -> Tokens:
         """Response tokens so far."""
-        wasted = {"switch": self._lost.total, **self._totals.wasted}
+        totals = self._totals
+        wasted = {"switch or abort": totals.tokens_lost, **totals.wasted}
         return Tokens(
-            generated=self._generated.total,
-            trained=self._totals.response_tokens,
-            evaluated=self._totals.tokens_evaluated,
-            kept=self._kept.total,
+            # What an earlier life made after its checkpoint is not in what it saved.
+            generated=totals.tokens_generated + totals.wasted["resume"],
+            trained=totals.response_tokens,
+            evaluated=totals.tokens_evaluated,
+            kept=totals.tokens_kept,
             wasted={cause: tokens for cause, tokens in wasted.items() if tokens},
         )
 

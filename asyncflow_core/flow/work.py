@@ -56,13 +56,13 @@ def rollout_work(
     service: Rollout,
     sampling: SamplingParams,
     seed: int,
-    finished: Callable[[int], None] = lambda tokens: None,
+    finished: Callable[[Sequence[Completion]], None] = lambda ended: None,
 ) -> Work:
     """Generate the leased prompts; what ended is committed together, at once.
 
     A prompt that the engine refuses is dropped with its reason; it would be refused again. Each
     request has one answer: an engine that gives fewer, more or others ends the work. `finished` is
-    told how many tokens ended with their response.
+    told which responses ended.
     """
 
     async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
@@ -75,7 +75,7 @@ def rollout_work(
             async for ended in lists:
                 for part in _parts(ended, rows, sampling):
                     yield part
-                finished(sum(len(c.response_ids) for c in ended if isinstance(c, Completion)))
+                finished([item for item in ended if isinstance(item, Completion)])
         if rows:
             raise InvariantError(
                 f"the rollout left {len(rows)} of {len(requests)} requests without a completion, "

@@ -31,8 +31,12 @@ from asyncflow_core.reference.weight_sync import (
     MEMORY_WEIGHT_SYNC,
     MemoryWeightSync,
 )
-from asyncflow_core.registry import Registrar
-from asyncflow_core.services.data_store import DataStore, DataStoreCapabilities
+from asyncflow_core.registry import Registrar, Registry
+from asyncflow_core.services.data_store import (
+    LEASE_POLICIES,
+    DataStore,
+    DataStoreCapabilities,
+)
 from asyncflow_core.services.trainer import LossCapabilities
 
 __all__ = ["MemoryDataStoreOptions", "asyncflow_register"]
@@ -49,12 +53,25 @@ class MemoryDataStoreOptions(Section):
     """Versions by which a rollout may be ahead of the step that trains its rows."""
     durability: Literal["none"] = "none"
     """The in-process store keeps nothing beyond its process."""
+    lease_policies: tuple[str, ...] = ()
+    """Lease policies of other plugins, by name; a section's `lease_policy` may name them then."""
 
 
 def _data_store(options: MemoryDataStoreOptions, ctx: PartContext) -> DataStore:
     from asyncflow_core.reference.data_store import InProcessDataStore
 
-    return InProcessDataStore(**dict(options))
+    values = dict(options)
+    registry = ctx.registry or Registry()
+    policies = registry.lease_policies(values.pop("lease_policies"))
+    return InProcessDataStore(**values, policies=policies)
+
+
+def _capabilities(options: MemoryDataStoreOptions) -> DataStoreCapabilities:
+    return DataStoreCapabilities(
+        capacity_rows=options.capacity_rows,
+        capacity_bytes=options.capacity_bytes,
+        lease_policies=LEASE_POLICIES | set(options.lease_policies),
+    )
 
 
 @hookimpl
@@ -66,9 +83,7 @@ def asyncflow_register(registrar: Registrar) -> None:
         _data_store,
         api_version=1,
         options=MemoryDataStoreOptions,
-        capabilities=lambda options: DataStoreCapabilities(
-            capacity_rows=options.capacity_rows, capacity_bytes=options.capacity_bytes
-        ),
+        capabilities=_capabilities,
     )
     registrar.add(
         "rollout",

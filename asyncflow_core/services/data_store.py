@@ -11,12 +11,13 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
 from asyncflow_core.services.base import Service
 
 __all__ = [
+    "LEASE_POLICIES",
     "CommitResult",
     "DataStore",
     "DataStoreCapabilities",
@@ -33,6 +34,10 @@ __all__ = [
     "TaskSpec",
     "TaskStats",
 ]
+
+
+LEASE_POLICIES: Final = frozenset({"fifo", "stalest_first", "token_balanced"})
+"""Which every data store has."""
 
 
 class Order(StrEnum):
@@ -210,7 +215,7 @@ class DataStoreCapabilities:
 
     remote: bool = False
     durability: frozenset[str] = frozenset({"none"})
-    lease_policies: frozenset[str] = frozenset({"fifo", "stalest_first", "token_balanced"})
+    lease_policies: frozenset[str] = LEASE_POLICIES
     capacity_rows: int | None = None
     capacity_bytes: int | None = None
 

@@ -75,6 +75,9 @@ def test_over_sampling_stops_the_last_groups_of_each_batch_and_says_it_is_biased
     assert_counts(summary, steps=6, rows=16)
     assert summary.rows_dropped_by_reason == {"straggler": 6 * 2 * 4}
     assert any("what is trained is shorter" in r.getMessage() for r in caplog.records)
+    wasted = summary.tokens_wasted_by_reason
+    assert set(wasted) <= {"straggler", "switch or abort"}
+    assert 0 < sum(wasted.values()) <= summary.tokens_generated - summary.tokens_trained
 
 
 @pytest.mark.parametrize("too_stale", ["requeue", "drop", "mask"])

@@ -153,7 +153,7 @@ def test_resume_of_a_run_that_is_going_on_is_refused(inline):
     steps = flow.run()
     next(steps)
     next(steps)
-    with pytest.raises(ConfigError, match="a run is going on in .*; wait for its end"):
+    with pytest.raises(ConfigError, match=r"a run is going on in .*; wait for its end"):
         list(Flow.resume(flow.folder).run())
     steps.close()
 

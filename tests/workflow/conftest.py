@@ -1,6 +1,7 @@
 """Runs in processes of their own, as the integration tests start them, in places that can break."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -59,13 +60,10 @@ class Broken(Started):
         subprocess.run(["nsenter", "-t", str(self.process.pid), "-n", "ip", *command], check=True)
 
     def fill_the_disk(self):
-        with (self.folder.parent / "full").open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-                    file.flush()
-            except OSError:
-                pass
+        full = self.folder.parent / "full"
+        with contextlib.suppress(OSError), full.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
 
     async def kill_at_random(self, names, times):
         for _ in range(times):

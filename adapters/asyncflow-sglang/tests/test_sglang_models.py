@@ -45,7 +45,13 @@ async def test_architecture_is_updated_and_proven_by_its_checksum(tmp_path, capl
 @pytest.mark.parametrize("update", ["tensor", "distributed"])
 async def test_two_ranks_are_updated_and_proven_by_logprobs(model, caplog, update):
     with caplog.at_level(logging.INFO, "asyncflow_sglang"):
-        await check_update(model, update=update, engine_args={"tp_size": 2})
+        await check_update(
+            model,
+            update=update,
+            engine_args={"tp_size": 2},
+            env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+            restarts=0,
+        )
     assert f"serves version 2 (by {update}, proven by logprobs)" in caplog.text
 
 

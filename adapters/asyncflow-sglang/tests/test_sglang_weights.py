@@ -21,6 +21,7 @@ from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import Bucket, WeightSource
 from asyncflow_core.testing.aio import eventually, manifest_of
 from asyncflow_sglang import keeper, layout, probe
+from asyncflow_sglang.directory import OwnDirectory
 from asyncflow_sglang.files import Writer, batches, expected_tensors, link_files
 from asyncflow_sglang.launch import arguments, environment
 from asyncflow_sglang.options import SGLangOptions, check
@@ -193,6 +194,25 @@ def test_update_by_shared_memory_is_a_pickle_of_names_and_places(tmp_path, model
     texts = {argument for _, argument, _ in opcodes if isinstance(argument, str)}
     assert {spec.name for spec in part} <= texts
     assert "rebuild_storage_filename" in " ".join(texts)
+
+
+def test_directory_of_a_killed_owner_is_swept_and_a_living_ones_is_not(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; "
+        "from asyncflow_sglang.directory import OwnDirectory; "
+        f"(OwnDirectory(Path({str(tmp_path)!r})).path / 'weights').touch(); os._exit(1)"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=False, env=environment)
+    (left,) = tmp_path.iterdir()
+    first = OwnDirectory(tmp_path)
+    assert not left.exists()
+    second = OwnDirectory(tmp_path)
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    second.remove()
+    assert list(tmp_path.iterdir()) == [first.path]
+    first.remove()
+    assert not list(tmp_path.iterdir())
 
 
 # Options, command lines, capabilities.

@@ -57,6 +57,59 @@ async def test_reader_with_total_closes_exactly_at_it(use, prefetch_rows):
     assert (stats.rows, stats.tasks["log"].committed, stats.tasks["log"].leased) == (7, 13, 0)
 
 
+@pytest.mark.parametrize("prefetch_rows", [0, 64])
+@pytest.mark.parametrize(("limit_rows", "sizes"), [(7, [6, 6, 6, 6]), (3, [3] * 8), (2, [3] * 8)])
+async def test_reader_of_whole_groups_cuts_between_them_and_closes_at_the_total(
+    use, prefetch_rows, limit_rows, sizes
+):
+    def run(store):
+        store.register(TaskSpec("log", ("prompt_ids",), whole_groups=True))
+        store.put(prompts(10), keys=keys(0, 10), samples=3)
+        reader = store.reader(
+            "log", ["prompt_ids"], requester="r", limit_rows=limit_rows, total_rows=24,
+            prefetch_rows=prefetch_rows,
+        )  # fmt: skip
+        found = []
+        for item in reader:
+            groups = [info.key.sequence for info in item.rows]
+            assert all(groups.count(group) == 3 for group in groups)
+            found.append(len(item))
+            reader.commit(item)
+        reader.close()
+        return found, store.stats()
+
+    found, stats = await use(run)
+    assert found == sizes
+    assert (stats.rows, stats.tasks["log"].committed, stats.tasks["log"].leased) == (6, 24, 0)
+
+
+async def test_reader_of_whole_groups_ends_before_the_group_beyond_its_total(use):
+    def run(store):
+        store.register(TaskSpec("log", ("prompt_ids",), whole_groups=True))
+        store.put(prompts(3), keys=keys(0, 3), samples=4)
+        total = store.reader("log", ["prompt_ids"], requester="r", limit_rows=4, total_rows=9)
+        rows = [len(item) for item in total]
+        with pytest.raises(ConfigError, match="at least one group"):
+            list(store.reader("log", ["prompt_ids"], requester="r", limit_rows=4, total_rows=3))
+        return rows, store.stats().tasks["log"]
+
+    rows, stats = await use(run)
+    assert rows == [4, 4]
+    assert (stats.leased, stats.ready) == (8, 4)
+
+
+async def test_reader_by_tokens_cuts_whole_groups_between_them(use):
+    def run(store):
+        store.register(TaskSpec("log", ("prompt_ids",), whole_groups=True))
+        store.put(prompts(4), keys=keys(0, 4), samples=2)  # 2, 4, 6 and 8 tokens
+        reader = store.reader(
+            "log", ["prompt_ids"], requester="r", limit_rows=8, limit_tokens=7, total_rows=8
+        )
+        return [[info.tokens for info in item.rows] for item in reader]
+
+    assert await use(run) == [[1, 1, 2, 2], [3, 3], [4, 4]]
+
+
 async def test_reader_by_tokens_keeps_the_budget(use):
     def run(store):
         store.register(LOG)

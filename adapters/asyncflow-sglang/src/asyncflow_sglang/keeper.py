@@ -1,8 +1,8 @@
 """Starts one server and ends it, with all it started, when whoever asked for it is gone.
 
 A program of its own, run without site packages: `python keeper.py COMMAND...`. Standard input is
-the lifeline: when it ends, in whatever way its other side ended, the server's process group is
-told to end (SGLang then removes what it has in shared memory), and soon after killed. Should this
+the lifeline: when it ends, in whatever way its other side ended, the server is told to end, so that
+it can remove what it has in shared memory, and soon after its process group is killed. Should this
 program be killed as well, the kernel kills the server (PR_SET_PDEATHSIG), and SGLang's own
 processes end with theirs.
 """
@@ -41,7 +41,7 @@ def main(command: list[str]) -> int:
     def watch() -> None:
         while os.read(0, 1):
             pass
-        _signal(server.pid, signal.SIGTERM)
+        server.terminate()  # it ends its children itself, in order
         time.sleep(_GRACE_S)
         _signal(server.pid, signal.SIGKILL)
 

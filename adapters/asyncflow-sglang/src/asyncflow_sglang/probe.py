@@ -89,7 +89,7 @@ async def _ask(
 
 
 def reference(held: Held, model: str, prompt: list[int]) -> NDArray[np.float64]:
-    """Log-probs of the prompt's tokens after the first, under the held weights; [P - 1]. Blocking."""
+    """Log-probs of the prompt's tokens after the first, under held weights; [P - 1]. Blocking."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -6,12 +6,9 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from asyncflow_core.batch import Key
 from asyncflow_core.errors import (
@@ -33,6 +30,7 @@ from asyncflow_core.services.rollout import (
     SwitchMode,
 )
 from asyncflow_core.services.weight_sync import WeightSource
+from asyncflow_sglang.directory import OwnDirectory, default_parent
 from asyncflow_sglang.http import Http, RefusedError, UnreachableError
 from asyncflow_sglang.launch import ServerProcess, arguments, environment, free_port
 from asyncflow_sglang.options import SGLangOptions
@@ -78,7 +76,7 @@ class SGLangRollout(Rollout):
         self._capabilities = capabilities(options)
         self._labels = Labels(secrets.token_hex(4))
         self._is_open = False
-        self._root: Path | None = None
+        self._own: OwnDirectory | None = None
         self._servers: dict[str, Server] = {}
         self._router: Http | None = None
         self._watches: list[asyncio.Task[None]] = []
@@ -99,8 +97,9 @@ class SGLangRollout(Rollout):
         """
         self._is_open = True
         vocab = vocabulary(self._options.model)
-        self._root = await asyncio.to_thread(self._make_root)
-        await asyncio.to_thread(self._weights.open, self._root, vocab)
+        parent = self._options.directory or self._run_dir or default_parent()
+        self._own = await asyncio.to_thread(OwnDirectory, parent)
+        await asyncio.to_thread(self._weights.open, self._own.path, vocab)
         key = os.environ.get(self._options.api_key_env, "") if self._options.api_key_env else ""
         self._add_servers(vocab, key)
         for server in self._servers.values():
@@ -110,14 +109,6 @@ class SGLangRollout(Rollout):
         tokens = min(server.facts.input_tokens for server in self._servers.values())
         tokenizer = not any(s.facts.args.get("skip_tokenizer_init") for s in self._servers.values())
         self._limits = Limits(vocab, tokens, tokenizer)
-
-    def _make_root(self) -> Path:
-        parent = self._options.directory or self._run_dir
-        if parent is None:
-            shared = Path("/dev/shm")  # noqa: S108 - a directory of mode 0700 is made in it
-            parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{self._name}-sglang-", dir=parent))
 
     def _add_servers(self, vocab: int, key: str) -> None:
         options = self._options
@@ -147,8 +138,8 @@ class SGLangRollout(Rollout):
             )
 
     def _process(self, number: int, port: int) -> ServerProcess:
-        assert self._root is not None
-        log = (self._options.log_dir or self._root) / f"{self._name}-server-{number}.log"
+        assert self._own is not None
+        log = (self._options.log_dir or self._own.path) / f"{self._name}-server-{number}.log"
         return ServerProcess(arguments(self._options, port), environment(self._options), log)
 
     async def _all_up(self) -> None:
@@ -175,9 +166,9 @@ class SGLangRollout(Rollout):
         router, self._router = self._router, None
         if router is not None:
             await router.aclose()
-        root, self._root = self._root, None
-        if root is not None:
-            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+        own, self._own = self._own, None
+        if own is not None:
+            await asyncio.to_thread(own.remove)
 
     def _opened(self) -> None:
         if not self._is_open:

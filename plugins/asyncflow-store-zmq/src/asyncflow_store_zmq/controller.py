@@ -12,7 +12,7 @@ import secrets
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from asyncflow_core.errors import (
     PeerLostError,
     ServiceTimeoutError,
 )
-from asyncflow_core.ledger import Admission
+from asyncflow_core.ledger import Admission, LeasePolicy
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.wire import Client, Method, Peer, Server
 from asyncflow_store_zmq.arena import Arena
@@ -71,6 +71,7 @@ class Controller:
             max_gap_s=spec.max_gap_s,
             raise_generation=self._raise_generation,
             first_lease=first_lease(spec),
+            policies=_policies(spec.lease_policies),
         )
         self._ready: dict[str, Pulse] = defaultdict(Pulse)
         self._room, self._drops, self._announced = Pulse(), Pulse(), Pulse()
@@ -478,3 +479,12 @@ class Controller:
 def _numbers(values: NDArray[np.int32]) -> array[int]:
     """Facts of rows, int32 [rows]."""
     return array("i", values.tobytes())
+
+
+def _policies(names: Sequence[str]) -> dict[str, LeasePolicy]:
+    if not names:
+        return {}
+    # Not above: an idle controller would weigh half as much again.
+    from asyncflow_core.registry import Registry
+
+    return Registry().lease_policies(names)

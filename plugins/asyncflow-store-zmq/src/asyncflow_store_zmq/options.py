@@ -44,6 +44,8 @@ class ZmqOptions(BaseModel):
     directory: Path | None = None
     """Where memory and journal lie. Not set: in memory (/dev/shm), removed at the end. A durable
     store needs one, on a disk."""
+    lease_policies: tuple[str, ...] = ()
+    """Lease policies of other plugins, by name; a section's `lease_policy` may name them then."""
     restarts: int = Field(default=3, ge=0)
     """Times each process of the store is started again when it dies. The controller only of a
     durable store: without, its rows are gone, and what uses it ends."""

@@ -52,6 +52,7 @@ class Handout(NamedTuple):
         sources: for each of the last lines of `rows`, the columns of the store that lie there.
         segments: int64 [segments, 8]: number, shard, slot, start, nbytes, rows, layout, generation.
         extra: columns among the sources that the task does not read: to check what it writes.
+        whole: groups come only whole.
     """
 
     lease_id: int
@@ -59,6 +60,7 @@ class Handout(NamedTuple):
     sources: list[list[str]]
     segments: NDArray[np.int64]
     extra: list[str]
+    whole: bool
 
 
 class Payload:
@@ -251,7 +253,13 @@ class Payload:
         return [task.name for task in self._plans[plan].writers], places
 
     def handout(
-        self, lease_id: int, runs: list[tuple[Block, int, int]], names: list[str], extra: list[str]
+        self,
+        lease_id: int,
+        runs: list[tuple[Block, int, int]],
+        names: list[str],
+        extra: list[str],
+        *,
+        whole: bool,
     ) -> Handout:
         """Where some columns of some rows, given as runs, lie."""
         sources, kinds = self._sources(runs, names)
@@ -295,7 +303,7 @@ class Payload:
         matrix = np.frombuffer(flat, np.int64).reshape(len(lines), len(number))
         segments = [self._segment_fields(number) for number in used]
         table = np.array(segments, np.int64).reshape(len(segments), 8)
-        return Handout(lease_id, matrix, list(sources.values()), table, extra)
+        return Handout(lease_id, matrix, list(sources.values()), table, extra, whole)
 
     def _segment_fields(self, number: int) -> tuple[int, ...]:
         s = self._segments[number]

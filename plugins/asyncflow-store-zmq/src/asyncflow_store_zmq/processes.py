@@ -70,6 +70,7 @@ class StoreProcesses:
             max_gap_s=options.max_gap_s,
             keys=options.keys or "",
             allow=options.allow or "",
+            lease_policies=options.lease_policies,
         )
         starting = [self._start(spec, number) for number in range(spec.shards)]
         addresses = tuple(await asyncio.gather(*starting))

@@ -6,6 +6,7 @@ loop costs at most one message each way, sent and answered while it computes.
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections import deque
@@ -15,23 +16,45 @@ from typing import Any, NamedTuple
 from asyncflow_core.batch import Batch, BatchRef, Column
 from asyncflow_core.errors import AsyncFlowError, ConfigError, error_from_code
 from asyncflow_core.services.data_store import Lease, RowInfo
+from asyncflow_store_zmq.handed import Handed
 from asyncflow_store_zmq.memory import Call, Lent, Steps
 from asyncflow_store_zmq.session import Session
 
 __all__ = ["MicroBatch", "Reader", "cut"]
 
 
-class MicroBatch(NamedTuple):
-    """Some rows of a lease and their columns, read already."""
+class MicroBatch:
+    """Some rows of a lease and their columns, read already.
 
-    lease: Lease
-    rows: tuple[RowInfo, ...]
-    batch: Batch
+    Attributes:
+        batch: the columns.
+    """
+
+    __slots__ = ("_first", "_handed", "_last", "batch")
+
+    def __init__(self, handed: Handed, first: int, last: int, batch: Batch) -> None:
+        """The rows from `first` to `last`, excluded, of a hand-out."""
+        self._handed, self._first, self._last = handed, first, last
+        self.batch = batch
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self._last - self._first
+
+    @property
+    def lease(self) -> Lease:
+        """The lease that holds them, and perhaps others."""
+        return self._handed.lease
+
+    @property
+    def rows(self) -> tuple[RowInfo, ...]:
+        """What the store says of them; made when it is asked for."""
+        return self._handed.infos(self._first, self._last)
 
     @property
     def ref(self) -> BatchRef:
         """Its rows by reference."""
-        return self.lease.ref(self.rows)
+        return self._handed.ref(self._first, self._last)
 
 
 class _Asked(NamedTuple):
@@ -46,6 +69,9 @@ class _Asked(NamedTuple):
 
 class Reader:
     """Yields `MicroBatch`es until `total_rows` were handed out, exactly.
+
+    A task of whole groups gets them whole here too: no micro-batch ends inside one, and the stream
+    ends before a group that would go beyond the total.
 
     Without a total, until it is closed or nothing was ready for `wait_s`.
 
@@ -106,7 +132,7 @@ class Reader:
         rows = None if limit_rows is None else max(limit_rows, prefetch_rows)
         tokens = limit_tokens if limit_rows is None else None
         self._how: list[Any] = [task, requester, version, rows, tokens, policy, lease_s, wait_s]
-        self._left = math.inf if total_rows is None else total_rows
+        self._left = self._total = math.inf if total_rows is None else total_rows
         # With a limit in tokens only, what a hand-out takes is known when it is there.
         exact = total_rows is None or rows is not None
         self._ahead = 2 if prefetch_rows and exact else 1
@@ -200,35 +226,54 @@ class Reader:
             self._wanted -= (asked.lease or [0] * 4)[3] or 0
             return False
         self._wanted -= asked.lease[3] or 0
-        lease = self._run(self._session.receive(reply, asked.lease, asked.start))
-        if self._left <= 0:  # closing
-            self._run(self._session.release(lease.ref()))
+        handed = self._run(self._session.receive(reply, asked.lease, asked.start))
+        ends = handed.ends()
+        fits = bisect.bisect_right(ends, self._left) if self._left > 0 else 0  # else closing
+        count = ends[fits - 1] if fits else 0
+        if count < len(handed):
+            self._run(self._session.release(handed.ref(count)))
+            if self._left > 0:
+                self._close_before_group(count)
+        if not count:
             return False
-        self._left -= len(lease.rows)
+        self._left -= count
         self._ask_ahead()  # before the copying, so that the store works meanwhile
-        batch = self._run(self._session.read(lease.ref(), self._columns))
-        self._cut(lease, batch)
+        batch = self._run(self._session.read(handed.ref(0, count), self._columns))
+        self._cut(handed, ends, count, batch)
         return True
 
-    def _cut(self, lease: Lease, batch: Batch) -> None:
+    def _close_before_group(self, count: int) -> None:
+        """The next group does not fit into what is left of the total, beyond these rows."""
+        if not count and self._left == self._total:
+            self._failed = self._failed or ConfigError(
+                f"a reader of whole groups takes a total_rows of at least one group, got "
+                f"{self._total:g}, and the next group is larger"
+            )
+        self._left = count
+
+    def _cut(self, handed: Handed, ends: Sequence[int], count: int, batch: Batch) -> None:
+        tokens = None if self._limit_tokens is None else handed.tokens
         first = 0
-        while first < len(lease.rows):
-            last = self._end(lease.rows, first)
-            rows = lease.rows[first:last]
-            whole = last - first == len(lease.rows)
-            self._ready.append(MicroBatch(lease, rows, batch if whole else cut(batch, first, last)))
+        while first < count:
+            last = self._end(ends, tokens, first, count)
+            part = batch if last - first == count else cut(batch, first, last)
+            self._ready.append(MicroBatch(handed, first, last, part))
             first = last
 
-    def _end(self, rows: tuple[RowInfo, ...], first: int) -> int:
-        """Where the micro-batch that begins at `first` ends."""
-        last = len(rows) if self._limit_rows is None else min(len(rows), first + self._limit_rows)
-        if self._limit_tokens is None:
-            return last
-        tokens, end = rows[first].tokens, first + 1
-        while end < last and tokens + rows[end].tokens <= self._limit_tokens:
-            tokens += rows[end].tokens
-            end += 1
-        return end
+    def _end(self, ends: Sequence[int], tokens: list[int] | None, first: int, count: int) -> int:
+        """Where the micro-batch that begins at `first` ends: a row or group later at least."""
+        limit = count if self._limit_rows is None else min(count, first + self._limit_rows)
+        at = bisect.bisect_right(ends, first)
+        last = max(at, bisect.bisect_right(ends, limit) - 1)
+        if tokens is None or self._limit_tokens is None:
+            return ends[last]
+        total = sum(tokens[first : ends[at]])
+        while at < last:
+            total += sum(tokens[ends[at] : ends[at + 1]])
+            if total > self._limit_tokens:
+                break
+            at += 1
+        return ends[at]
 
     def _raise_failure(self) -> None:
         failed, self._failed = self._failed, None

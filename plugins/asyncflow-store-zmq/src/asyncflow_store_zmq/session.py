@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -22,13 +22,12 @@ from asyncflow_core.schema import PER_TOKEN, validate
 from asyncflow_core.services.data_store import (
     CommitResult,
     DroppedGroup,
-    Lease,
     PutResult,
-    RowInfo,
     StoreStats,
     TaskSpec,
     TaskStats,
 )
+from asyncflow_store_zmq.handed import Handed
 from asyncflow_store_zmq.layout import Layout, pack
 from asyncflow_store_zmq.memory import (
     Call,
@@ -53,13 +52,17 @@ _NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 class _Held:
     """A lease this client got: where its rows lie, as long as they are surely its own."""
 
-    rows: list[int]
-    keys: list[Key]
+    handed: Handed
     wanted: Wanted
     extra: frozenset[str]
     deadline: float
     gone: set[int] = field(default_factory=set)
     _positions: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[int]:
+        """All of them, by number."""
+        return self.handed.rows
 
     @property
     def positions(self) -> dict[int, int]:
@@ -78,11 +81,11 @@ class _Held:
 class _Names(Sequence[Key]):
     """Keys as errors name them, made only when one is named."""
 
-    def __init__(self, keys: Sequence[GroupKey]) -> None:
-        self._keys = keys
+    def __init__(self, rows: int, key: Callable[[int], Key]) -> None:
+        self._rows, self._key = rows, key
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._rows
 
     @overload
     def __getitem__(self, row: int) -> Key: ...
@@ -90,8 +93,13 @@ class _Names(Sequence[Key]):
     def __getitem__(self, row: slice) -> Sequence[Key]: ...
     def __getitem__(self, row: int | slice) -> Key | Sequence[Key]:
         if isinstance(row, slice):
-            return [Key(*key, 0) for key in self._keys[row]]
-        return Key(*self._keys[row], 0)
+            return [self._key(position) for position in range(self._rows)[row]]
+        return self._key(row)
+
+
+def _key_of(row: int, held: _Held | None) -> Key:
+    """Of a row of a lease; of one that is not known here, a stand-in with its number."""
+    return Key(0, 0, row, 0) if held is None else held.handed.key(held.positions[row])
 
 
 class Session:
@@ -151,7 +159,7 @@ class Session:
         wait_s: float | None,
     ) -> Steps:
         """-> PutResult; see `DataStore.put`."""
-        validate(groups, _Names(keys))
+        validate(groups, _Names(len(keys), lambda row: Key(*keys[row], 0)))
         flat = itertools.chain.from_iterable(keys)
         rows = np.fromiter(flat, np.int64, 3 * len(keys)).reshape(len(keys), 3)
         tokens, oldest = _facts(groups)
@@ -209,30 +217,19 @@ class Session:
         reply = yield Call("store.lease", asked, wait_s)
         if reply is None:
             return None
-        return (yield from self.receive(reply, asked, start))
+        return (yield from self.receive(reply, asked, start)).lease
 
     def receive(self, reply: list[Any], asked: list[Any], start: float) -> Steps:
-        """A hand-out, asked for at `start`, as a lease; asks for layouts never seen."""
-        lease_id, matrix, sources, table, extra, expires = reply
+        """-> Handed: a hand-out, asked for at `start`; asks for layouts never seen."""
+        lease_id, matrix, sources, table, extra, whole, expires = reply
         wanted = yield from self._wanted(matrix, sources, table)
-        numbers, *parts, batches, tokens, oldest = matrix[:FACTS].tolist()
-        keys = list(map(Key, *parts))
-        infos = tuple(
-            map(
-                RowInfo,
-                numbers,
-                keys,
-                [None if batch < 0 else batch for batch in batches],
-                tokens,
-                [None if version < 0 else version for version in oldest],
-            )
-        )
+        handed = Handed(lease_id, asked, matrix[:FACTS], whole=whole)
         # One machine, one clock; from elsewhere, counted from before the call was sent.
         deadline = expires if self._local else start + asked[6]
-        self._leases[lease_id] = _Held(numbers, keys, wanted, frozenset(extra), deadline)
+        self._leases[lease_id] = _Held(handed, wanted, frozenset(extra), deadline)
         while len(self._leases) > _REMEMBERED_LEASES:
             self._leases.popitem(last=False)
-        return Lease(lease_id, asked[0], asked[1], lease_id, asked[6], infos)
+        return handed
 
     def _wanted(
         self, matrix: NDArray[np.int64], sources: list[list[str]], table: NDArray[np.int64]
@@ -318,12 +315,8 @@ class Session:
             response = yield from self._response(ref, held)
         if writes.rows != len(ref.rows):
             return  # the controller says so
-        keys: list[Key] = []
-        if held is None:
-            keys = [Key(0, 0, row, 0) for row in ref.rows]
-        else:
-            keys = [held.keys[held.positions[row]] for row in ref.rows]
-        validate(writes, keys, response=response)
+        names = _Names(len(ref.rows), lambda row: _key_of(ref.rows[row], held))
+        validate(writes, names, response=response)
 
     def _response(self, ref: BatchRef, held: _Held | None) -> Steps:
         """The responses of leased rows; None where they are not there (any more)."""

@@ -30,6 +30,7 @@ class StoreSpec:
         durability: none, journal or fsync.
         capacity_rows, capacity_bytes, max_staleness, max_gap_s: as in the ledger.
         keys, allow: files of the store's key pair and of the public keys it lets in, if it has any.
+        lease_policies: names of further ones.
     """
 
     directory: str
@@ -45,6 +46,7 @@ class StoreSpec:
     shard_addresses: tuple[str, ...] = ()
     keys: str = ""
     allow: str = ""
+    lease_policies: tuple[str, ...] = ()
 
     def dump(self) -> bytes:
         """One line."""

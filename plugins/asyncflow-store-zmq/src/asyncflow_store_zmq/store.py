@@ -18,6 +18,7 @@ from typing import Any
 from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
 from asyncflow_core.errors import ConfigError, PeerLostError, ServiceClosedError
 from asyncflow_core.services.data_store import (
+    LEASE_POLICIES,
     CommitResult,
     DataStore,
     DataStoreCapabilities,
@@ -49,6 +50,7 @@ def capabilities(options: ZmqOptions) -> DataStoreCapabilities:
         durability=frozenset({"none", "journal", "fsync"}),
         capacity_rows=options.capacity_rows,
         capacity_bytes=options.capacity_bytes,
+        lease_policies=LEASE_POLICIES | set(options.lease_policies),
     )
 
 

@@ -189,7 +189,8 @@ class Table:
         runs = [
             (block, first, last) for block, mask in grant.picks for first, last in runs_in(mask)
         ]
-        return self.payload.handout(grant.lease_id, runs, [*spec.reads, *extra], extra)
+        names = [*spec.reads, *extra]
+        return self.payload.handout(grant.lease_id, runs, names, extra, whole=spec.whole_groups)
 
     def find(
         self, now: float, ref: BatchRef, columns: Sequence[str], extra: Sequence[str]
@@ -214,7 +215,9 @@ class Table:
                 f"committed and cannot be read; release the rest and lease again"
             )
         runs = [(self.ledger.block(n), first, last) for n, first, last in runs_of(ref.rows)]
-        return self.payload.handout(ref.lease_id, runs, [*columns, *extra], list(extra))
+        names = [*columns, *extra]
+        whole = claim.task.whole_groups
+        return self.payload.handout(ref.lease_id, runs, names, list(extra), whole=whole)
 
     def inspect(self, now: float, ref: BatchRef) -> Claim:
         """What the lease still holds."""
@@ -305,7 +308,7 @@ class Table:
 
     def note_trained(self, task: TaskSpec, rows: Sequence[int], version: int | None) -> None:
         """A trainer is done with rows: they wait for a checkpoint."""
-        if task.order is Order.STEP and version is not None:
+        if task.order is Order.STEP and not task.writes and version is not None:
             for number, first, last in runs_of(rows):
                 self.retained.note(number, span(first, last), version)
 
