@@ -7,11 +7,12 @@
 #   make test-slow, test-store, test-hzp, test-weights, test-workflow, test-sglang, test-demo
 #                                       suites that take longer; CI runs them too
 #   make soak                           ten minutes of full load on the zmq store
-#   make fuzz                           hostile frames by atheris, ten minutes
+#   make fuzz FUZZ_S=600                fuzz the wire and the zmq store, so many seconds each
 
 PYTHON ?= python3
 VENV   ?= .venv
 BENCH  ?= ledger
+FUZZ_S ?= 600
 
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -22,7 +23,7 @@ BASE      := examples/spell_backward/base
 
 # `make demo trainer.world_size=2`: everything given on make's command line that is not one of
 # make's own variables is an override of the configuration.
-OVERRIDES := $(filter-out PYTHON=% VENV=% BENCH=%,$(MAKEOVERRIDES))
+OVERRIDES := $(filter-out PYTHON=% VENV=% BENCH=% FUZZ_S=%,$(MAKEOVERRIDES))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean soak fuzz test-slow test-store test-hzp test-weights \
@@ -87,6 +88,14 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	@$(BIN)/python benchmarks/$(BENCH).py
+
+fuzz: $(VENV)/installed-dev
+	@$(PIP) atheris
+	@$(BIN)/python -m tests.wire.fuzz_wire -max_total_time=$(FUZZ_S) -rss_limit_mb=2048 \
+	  -len_control=0 -max_len=8192
+	@cd plugins/asyncflow-store-zmq && for what in calls layout segment journal; do \
+	  $(abspath $(BIN))/python -m tests.fuzz_store $$what -max_total_time=$(FUZZ_S) \
+	  -rss_limit_mb=4096 -len_control=0 -max_len=2048 || exit 1; done
 
 soak: $(VENV)/installed-dev
 	@$(BIN)/python benchmarks/soak.py --seconds 600

@@ -357,7 +357,11 @@ class WatchdogConfig(Section):
     model the launcher's `start_timeout_s` holds instead."""
     restarts: int = Field(3, ge=0)
     """Times each rollout replica and each stage's worker may be started again within
-    `restart_window_s`; one more death ends the run. A trainer's death always does."""
+    `restart_window_s`; one more death ends the run."""
+    on_trainer_death: Literal["end", "resume"] = "end"
+    """What a trainer that dies, any of its ranks, or is stuck does to the run. end: it ends, and
+    `asyncflow run --resume` goes on with it. resume: all processes are ended and the run goes on
+    from its newest checkpoint by itself, as often as `restarts` allows."""
     restart_window_s: float = Field(600.0, gt=0)
     """Seconds after which a death is forgotten."""
     idle_s: float = Field(3600.0, gt=0)
@@ -429,6 +433,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.switch_mode {self.rollout.switch_mode} mixes versions within a response, "
                 f"which max_staleness 0 forbids; use drain or auto, or max_staleness >= 1"
+            )
+        if self.watchdog.on_trainer_death == "resume" and not self.checkpoint.every:
+            raise ValueError(
+                "watchdog.on_trainer_death resume goes on from a checkpoint, and none is made; set "
+                "checkpoint.every, or use end"
             )
         if self.workflow.order != "batches" and self.checkpoint.every:
             raise ValueError(

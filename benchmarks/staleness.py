@@ -30,6 +30,8 @@ JOB = [
     "workflow.groups_per_step=32",
     "workflow.updates_per_step=1",
     "trainer.options={lr: 5.0e-4, warmup_updates: 5}",
+    # Small micro-batches slow the trainer down, so that rollout stays ahead on a busy machine, too.
+    "trainer.micro_batch_tokens=640",
     "evaluation={samples: 2, every: 10, share: 0.5}",
 ]
 AHEAD = ["workflow.preset=async", f"workflow.max_staleness={LAG}", "workflow.pacing=false"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +16,20 @@ from typing import Any
 from asyncflow_core.config import RolloutConfig, RunConfig, StageConfig, TrainerConfig
 from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import ConfigError, ServiceClosedError
+from asyncflow_core.flow.checkpoint import Checkpoints
 from asyncflow_core.flow.controller import Controller
 from asyncflow_core.flow.folder import RunFolder
 from asyncflow_core.flow.plan import Plan, make_plan
+from asyncflow_core.flow.processes import EndedError
 from asyncflow_core.flow.results import StepResult, Summary
 from asyncflow_core.flow.resume import resumable
+from asyncflow_core.flow.watchdog import Restarts
 from asyncflow_core.registry import Registry
 
 __all__ = ["Flow", "Use", "reward", "stage", "use"]
 
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 
@@ -237,8 +244,29 @@ class Flow:
         if self._started:
             raise ServiceClosedError("a flow runs once; make another one to run again")
         self._started = True
-        self._folder = await asyncio.to_thread(RunFolder, self._plan.config, resume=self._resume)
-        self._summary = await Controller(self._plan, self._folder, on_step).run()
+        resume, watchdog = self._resume, self._plan.config.watchdog
+        restarts = Restarts(watchdog.restarts, watchdog.restart_window_s)
+        while True:
+            self._folder = await asyncio.to_thread(RunFolder, self._plan.config, resume=resume)
+            try:
+                self._summary = await Controller(self._plan, self._folder, on_step).run()
+            except EndedError as error:
+                if not (self._goes_on(error) and restarts.allowed("trainer", time.monotonic())):
+                    raise
+                step = resumable(self._folder.path)
+                _log.warning("%s\nthe run goes on from its checkpoint of step %d", error, step)
+                resume = True
+            else:
+                return
+
+    def _goes_on(self, error: EndedError) -> bool:
+        """Whether the run is resumed by itself after this."""
+        return (
+            self._plan.config.watchdog.on_trainer_death == "resume"
+            and error.trains
+            and self._folder is not None
+            and bool(Checkpoints(self._folder.path).versions())
+        )
 
 
 def _take(results: queue.SimpleQueue[StepResult | None]) -> StepResult | None:

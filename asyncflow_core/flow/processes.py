@@ -24,9 +24,11 @@ from asyncflow_core.flow.launch import (
     End,
     Launcher,
     ProcessSpec,
+    RankRole,
     RolloutRole,
     RunningProcess,
     StageRole,
+    TrainerRole,
 )
 from asyncflow_core.flow.plan import Plan
 from asyncflow_core.flow.specs import process_specs
@@ -44,7 +46,12 @@ _DEATH_GRACE_S = 1.0
 
 
 class EndedError(PeerLostError):
-    """A process of the run ended, and that ends the run."""
+    """A process of the run ended, and that ends the run. `trains`: it was one of the trainer's."""
+
+    def __init__(self, message: str, *, service: str = "", trains: bool = False) -> None:
+        """Keep what it was."""
+        super().__init__(message, service=service)
+        self.trains = trains
 
 
 @dataclass(eq=False)
@@ -265,7 +272,8 @@ class Processes:
 
 def _ended(service: _Service, end: End, often: str = "") -> EndedError:
     words = f"{service.stuck}: {end.words}" if service.stuck else end.words
-    return EndedError(f"{often} {words}".strip(), service=service.name)
+    trains = isinstance(service.spec.role, TrainerRole | RankRole)
+    return EndedError(f"{often} {words}".strip(), service=service.name, trains=trains)
 
 
 async def _ends(process: RunningProcess) -> bool:

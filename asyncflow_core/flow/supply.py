@@ -41,6 +41,12 @@ _AGAIN = 1 << 15
 _POLICIES = (ALL_EQUAL, STRAGGLER, TOO_STALE)
 """Reasons to drop a group that policies have."""
 
+_ADVICE = {
+    ALL_EQUAL: "; the rewards do not tell these responses apart: take prompts that are neither too "
+    "easy nor too hard, or workflow.dynamic_sampling=false",
+}
+"""What to do about reasons of which too many are dropped."""
+
 _SAID_IN_A_ROW = 3
 """Dropped groups of one step that are warned of."""
 
@@ -340,7 +346,7 @@ class Supply:
         if self._dropped_in_a_row > limit:
             raise ServiceError(
                 f"{self._dropped_in_a_row} prompt groups were dropped within one step, the last: "
-                f"{dropped.reason}; the run would never end"
+                f"{dropped.reason}; the run would never end{_ADVICE.get(dropped.reason, '')}"
             )
         # The first few tell; hundreds would hide everything else.
         # What a policy throws away is what the user asked for.

@@ -203,7 +203,9 @@ class Watching:
             self._worker(worker.requester, worker.task.name, now, worker.stats(), None, now)
             for worker in self._workers
         )
-        return [*found, *here]
+        # As rows pass through them, whatever order the processes came up in.
+        place = {"rollout": 0, "train": 2, "record": 3}
+        return sorted([*found, *here], key=lambda w: (place.get(w.task, 1), w.task, w.name))
 
     def _worker(
         self,

@@ -63,7 +63,8 @@ class ReadyQueue:
         """From now on groups of this batch are handed out."""
         if batch is not None and batch not in self._opened:
             self._opened.add(batch)
-            for block, _ in self._closed.pop(batch, OrderedDict()).values():
+            closed = self._closed.pop(batch, OrderedDict())
+            for _, (block, _) in sorted(closed.items()):  # as they were put, not as they came
                 self.push(block)
 
     def discard(self, block: Block) -> None:

@@ -148,9 +148,9 @@ class Link:
                 text += f", or was silent for {self.heartbeat.timeout_s:g} s"
         elif self.server_key is None:
             text = (
-                f"the server at {self.where!r} did not take an unencrypted connection; if it "
-                "listens with keys, give the client keys too and the address as the server prints "
-                "it, tcp://HOST:PORT#KEY"
+                f"the server at {self.where!r} ended the handshake: its process ended, or it "
+                "takes encrypted connections only; then give the client keys too and the address "
+                "as the server prints it, tcp://HOST:PORT#KEY"
             )
         else:
             text = (

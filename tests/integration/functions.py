@@ -80,3 +80,10 @@ def judged(batch, model):
     answers = model.generate(["a"] * batch.rows)
     assert all(len(answer) == 2 for answer in answers)
     return {"verdict": answers}
+
+
+def slow_for_xyz(response: str, prompt: str) -> float:
+    """Takes its time for the prompts x, y and z."""
+    if prompt in "xyz":
+        time.sleep(0.4)
+    return next_letter(response, prompt)

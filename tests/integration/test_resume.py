@@ -54,10 +54,23 @@ def surviving(folder):
 SAVED = {"checkpoint": {"every": 2, "keep": 10, "resume": "exact"}, "evaluation": None}
 
 
-def test_sequential_runs_with_one_seed_are_bit_equal(inline):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"workflow__updates_per_step": 2, "trainer__micro_batch_tokens": 16},
+        {"rollout__replicas": 2, "rollout__rows_in_flight": 3, "stages__reward__workers": 2},
+    ],
+)
+def test_sequential_runs_with_one_seed_are_bit_equal(inline, changes):
+    """Whatever the order in which responses end."""
     made = []
-    for name in ("first", "second"):
-        flow = Flow(**inline(name=name, workflow__preset="sequential", **SAVED))
+    sampling = {"max_new_tokens": 5}
+    for number, slots in enumerate((64, 3)):
+        options = {"slots": slots, "eos_token_id": 4, "token_s": 0.001 * number}
+        changes |= {"rollout__options": options, "rollout__sampling": sampling}
+        tree = inline(name=f"run-{number}", workflow__preset="sequential", **changes, **SAVED)
+        flow = Flow(**tree)
         list(flow.run())
         made.append(weights(flow.folder, 4))
     assert_equal_weights(*made)

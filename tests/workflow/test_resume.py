@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from asyncflow_core import Flow
+from asyncflow_core.config_source import ConfigSource
 
 HERE = Path(__file__).parent
 FUNCTIONS = HERE.parent / "integration"
@@ -258,3 +259,47 @@ def test_run_of_processes_killed_is_resumed_until_it_is_done(tmp_path, straight,
         assert not run.life("-")
     run.say()
     assert_sound(run.folder)
+
+
+DEMO = HERE.parents[1] / "examples" / "spell_backward"
+
+
+def test_demo_killed_and_resumed_exactly_ends_with_the_bits_of_a_straight_run(tmp_path):
+    """The real engines: transformers generates, hzp trains."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    pytest.importorskip("asyncflow_hzp")
+    if not (DEMO / "base").is_dir():
+        pytest.skip("python examples/spell_backward/prepare.py makes its model")
+
+    def config(name):
+        tree = ConfigSource.from_file(DEMO / "config.yaml").tree
+        for section in ("workflow", "trainer"):
+            tree[section] = dict(tree[section])
+        tree["workflow"] |= {"preset": "sequential", "steps": 4, "groups_per_step": 16}
+        del tree["workflow"]["max_staleness"]
+        checkpoint = {"every": 1, "keep": 9, "resume": "exact"}
+        model = str(DEMO / "base")
+        more = {"name": name, "out": str(tmp_path / "runs"), "model": model, "evaluation": None}
+        return tree | more | {"checkpoint": checkpoint}
+
+    straight, broken = (Killed(tmp_path, config(name)) for name in ("straight", "broken"))
+    assert not straight.life("-")
+    for place in ("finished:2", "loaded:1", "saved:1"):
+        assert broken.life(place)
+    assert not broken.life("-")
+    broken.say()
+    lives = [m["life"] for m in lines(broken.folder, "metrics.jsonl")]
+    assert lives == [0, 0, 3, 3]
+    for part in ("model", "optimizer"):
+        found, wanted = (
+            {
+                name: values
+                for file in (run.folder / "checkpoints/4/trainer" / part).glob("*.safetensors")
+                for name, values in safetensors.load_file(file).items()
+            }
+            for run in (broken, straight)
+        )
+        assert found.keys() == wanted.keys()
+        assert wanted
+        for name in wanted:
+            assert (found[name] == wanted[name]).all(), name

@@ -1,6 +1,7 @@
 """The rollout's own directory: private, and swept by the next one if its owner was killed.
 
-Blocking. The owner holds a lock on a file in it, which the kernel lets go when the owner ends, however.
+Blocking. The owner holds a lock on a file in it, which the kernel lets go when the owner ends, in
+whatever way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 __all__ = ["OwnDirectory", "default_parent"]
 
 _log = logging.getLogger(__name__)
-_PREFIX = "asyncflow-sglang-"
+_PREFIX = "sglang-rollout-"
+_NEW = "sglang-new-"
 _LOCK = "owner"
 
 
@@ -33,9 +35,11 @@ class OwnDirectory:
         parent.mkdir(parents=True, exist_ok=True)
         for stale in parent.glob(f"{_PREFIX}*"):
             _sweep(stale)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        made = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
+        self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Only now it has a name that others look at.
+        self.path = made.rename(parent / made.name.replace(_NEW, _PREFIX))
 
     def remove(self) -> None:
         """Remove it and all in it."""
@@ -46,7 +50,7 @@ class OwnDirectory:
 def _sweep(directory: Path) -> None:
     try:
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # being made or removed, or another user's
+    except OSError:  # being removed, or another user's
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

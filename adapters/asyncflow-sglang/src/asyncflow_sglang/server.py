@@ -154,8 +154,9 @@ class Server:
     async def watch(self) -> None:
         """Look at it until cancelled; bring it up, to the current weights, and up again."""
         while not self.gone:
+            before = self.health.state
             await self._look()
-            if self.health.state is State.LOST:
+            if self.health.state is State.LOST and before is not State.LOST:
                 await self._lose()
             elif self.health.state is State.STALE and not self.control.locked():
                 await self._bring_up()
@@ -222,8 +223,10 @@ class Server:
                 self.fatal = None
             except (RefusedError, UnreachableError, AsyncFlowError) as error:
                 self.fatal = error if isinstance(error, AsyncFlowError) else None
-                _log.warning("%s cannot be brought up: %s", self.name, error)
-                self.health.doubted(f"it cannot be brought up: {error}", time.monotonic())
+                reason = f"it cannot be brought up: {error}"
+                level = logging.DEBUG if reason == self.health.reason else logging.WARNING
+                _log.log(level, "%s: %s", self.name, reason)
+                self.health.doubted(reason, time.monotonic())
         self._changed(self)
 
     async def _greet(self) -> None:

@@ -43,6 +43,8 @@ __all__ = ["Controller"]
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0
+_SHARD_S = 30.0
+_AGAIN_S = 0.1
 _METHODS = (
     "hello", "register", "end", "put", "lend", "lease", "find", "commit", "turn", "renew",
     "release", "evict", "drop", "stats", "layout", "memory", "checkpoint", "restore", "hurry",
@@ -125,10 +127,19 @@ class Controller:
         self._table.pool.add_shard()
 
     async def _connect(self, address: str) -> Client:
+        """To a shard, which may be dying at this moment, or come up."""
         spec = self._spec
-        client = Client(address, name="controller", token=spec.token, keys=spec.key_pair())
-        await client.open()
-        return client
+        deadline = asyncio.get_running_loop().time() + _SHARD_S
+        while True:
+            client = Client(address, name="controller", token=spec.token, keys=spec.key_pair())
+            try:
+                await client.open()
+            except PeerLostError:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return client
 
     def add_shard(self, m: list[Any], peer: Peer) -> Any:
         """[address]: one more shard, the next in number, answers there."""
@@ -144,7 +155,7 @@ class Controller:
             # Its memory is a file that outlives it, and its process is started again.
             await self._shards[number].aclose()
             self._shards[number] = await self._connect(self._addresses[number])
-            await self._shards[number].call("shard.sync", {"m": []})
+            await self._sync_shard(number)
 
     def expose(self, server: Server) -> None:
         """Offer the methods."""
