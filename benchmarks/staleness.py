@@ -115,9 +115,12 @@ def figure(curves: dict[str, list[dict[int, float]]]) -> str:
     def y(score: float) -> float:
         return top + height * (1 - score)
 
-    def line(points: dict[int, float], colour: str, stroke: float) -> str:
+    def line(points: dict[int, float], colour: str, stroke: float, opacity: float = 1.0) -> str:
         path = " ".join(f"{x(v):.1f},{y(s):.1f}" for v, s in sorted(points.items()))
-        return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>'
+        return (
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}" '
+            f'stroke-opacity="{opacity}"/>'
+        )
 
     seeds = len(next(iter(curves.values())))
     parts = [
@@ -141,7 +144,7 @@ def figure(curves: dict[str, list[dict[int, float]]]) -> str:
     for number, (arm, found) in enumerate(curves.items()):
         colour = COLOURS[arm]
         if seeds > 1:
-            parts += [line(points, f"{colour}55", 1) for points in found]
+            parts += [line(points, colour, 1, 0.35) for points in found]
         versions = set.intersection(*(set(points) for points in found))
         means = {v: statistics.fmean(points[v] for points in found) for v in versions}
         parts.append(line(means, colour, 2.5))

@@ -1,7 +1,7 @@
 """How near the store comes to copying alone at batch 256, and what the rest of the time goes to.
 
 Run: `python benchmarks/store_share.py [rounds]`. The limit is what this machine copies: the rows of
-a batch into mapped shared memory, and out of it into new arrays. Beside it the streaming writer and
+a batch into mapped shared memory, and out of it. Beside it the streaming writer and
 reader (see `store.py`), the least time a batch of all rounds; then what a batch costs each side in
 CPU time, and each stage of the client alone, without a store.
 """
@@ -24,9 +24,11 @@ from asyncflow_core.schema import validate
 from asyncflow_store_zmq.arena import UNIT, Arena
 from asyncflow_store_zmq.layout import Piece, pack, take
 from asyncflow_store_zmq.options import ZmqOptions
+from asyncflow_store_zmq.slabs import Slabs
 from asyncflow_store_zmq.store import ZmqDataStore
 
 BATCH = 256
+SPOTS = 25  # an odd number, so that two in turn meet all
 
 
 def least(function: Callable[[], object], repeats: int = 30) -> float:
@@ -40,28 +42,36 @@ def least(function: Callable[[], object], repeats: int = 30) -> float:
 
 
 def stages() -> dict[str, float]:
-    """Seconds a batch of what a client does, each alone."""
+    """Seconds a batch of what a client does, each alone, in memory that no cache holds."""
     batch, keys = as_batch(Rows(BATCH, 0)), Keys(0)(BATCH)
+    packed = pack(batch)
+    room = -(-packed.nbytes // UNIT) * UNIT
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         arena = Arena(Path(directory) / "arena", create=True)
-        packed = pack(batch)
-        target = arena.data[UNIT : UNIT + packed.nbytes]
-        arena.reserve(UNIT, packed.nbytes)
-        piece = [Piece(target, packed.layout, BATCH, 0, BATCH)]
-        flat = itertools.chain.from_iterable
-        found = {
+        arena.reserve(UNIT, SPOTS * room)
+        shared = [arena.data[UNIT + room * n :][: packed.nbytes] for n in range(SPOTS)]
+        own = [np.ones(packed.nbytes, np.uint8) for _ in range(SPOTS)]
+        for spot in shared:
+            packed.write(spot)
+        spots, slabs = itertools.cycle(range(SPOTS)), Slabs()
+
+        def copy_out() -> None:
+            piece = Piece(shared[next(spots)], packed.layout, BATCH, 0, BATCH)
+            take([piece], COLUMNS, slabs.take)
+
+        def numbers() -> None:
+            np.fromiter(itertools.chain.from_iterable(keys), np.int64, 3 * BATCH)
+
+        return {
+            "bytes": packed.nbytes,
+            "limit: copy in": least(lambda: np.copyto(shared[next(spots)], own[next(spots)])),
+            "limit: copy out": least(lambda: np.copyto(own[next(spots)], shared[next(spots)])),
             "put: check the schema": least(lambda: validate(batch, keys)),
-            "put: keys as numbers": least(lambda: np.fromiter(flat(keys), np.int64, 3 * BATCH)),
+            "put: keys as numbers": least(numbers),
             "put: lay out": least(lambda: pack(batch)),
-            "put: copy in": least(lambda: packed.write(target)),
-            "get: copy out": least(lambda: take(piece, COLUMNS)),
-            "limit: copy in": least(lambda: np.copyto(target, 1)),
-            "limit: copy out": least(target.copy),
+            "put: copy in": least(lambda: packed.write(shared[next(spots)])),
+            "get: copy out": least(copy_out),
         }
-        del target, piece
-        arena.close()
-    found["bytes"] = packed.nbytes
-    return found
 
 
 def cpu(pid: int) -> float:

@@ -34,10 +34,10 @@ class Progress:
         flow, config = self._config.workflow, self._config
         resumed = f", resumed from step {self._first}" if self._resumed else ""
         print(
-            f"run {config.name}{resumed}: {flow.preset}, max staleness {flow.bound}, {flow.steps} steps of "
-            f"{flow.groups_per_step} x {flow.group_size} samples, rollout {config.rollout.plugin} "
-            f"x{config.rollout.replicas}, trainer {config.trainer.plugin} "
-            f"x{config.trainer.world_size}; starting processes ...",
+            f"run {config.name}{resumed}: {flow.preset}, max staleness {flow.bound}, "
+            f"{flow.steps} steps of {flow.groups_per_step} x {flow.group_size} samples, "
+            f"rollout {config.rollout.plugin} x{config.rollout.replicas}, "
+            f"trainer {config.trainer.plugin} x{config.trainer.world_size}; starting processes ...",
             flush=True,
         )
 

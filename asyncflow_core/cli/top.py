@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import textwrap
 import time
@@ -40,7 +41,8 @@ def top(run: str, *, once: bool, as_json: bool) -> int:
         status, summary = _read(folder)
         lines = list(picture(status, summary, now=time.time()))
         if refreshing:  # home, each line cleared to its end, then whatever was below
-            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+            fits = lines[: shutil.get_terminal_size().lines - 1]
+            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in fits) + "\x1b[J")
             sys.stdout.flush()
         else:
             print("\n".join(lines))
@@ -98,6 +100,10 @@ def _lines(status: Status, summary: Mapping[str, Any] | None, now: float) -> Ite
     if status.scores:
         shown = ", ".join(f"v{version} {score:.3f}" for version, score in status.scores[-4:])
         yield f"held-out score by version: {shown}"
+    if status.bottleneck.words:
+        yield from _wrapped("bottleneck: ", status.bottleneck.words)
+        for knob in status.bottleneck.knobs:
+            yield f"  try {knob}"
     yield ""
     yield from _workers(status)
     yield from _queues(status)
@@ -110,11 +116,6 @@ def _lines(status: Status, summary: Mapping[str, Any] | None, now: float) -> Ite
             yield from _wrapped("  ", line)
         if len(status.waits) > _WAITS:
             yield f"  and {len(status.waits) - _WAITS} more"
-    if status.bottleneck.words:
-        yield ""
-        yield from _wrapped("bottleneck: ", status.bottleneck.words)
-        for knob in status.bottleneck.knobs:
-            yield f"  try {knob}"
     if summary is not None:
         yield ""
         yield (

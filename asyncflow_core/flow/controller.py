@@ -6,7 +6,9 @@ It is not on the data path: rows go between the store and the services.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
@@ -39,6 +41,8 @@ from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
 __all__ = ["Controller"]
+
+_log = logging.getLogger(__name__)
 
 
 class _FinishedError(Exception):
@@ -92,7 +96,7 @@ class Controller:
             stats = await store.stats()
         summary = self._totals.summary(
             self._config,
-            dict(stats.rows_dropped),
+            dict(self._totals.rows_dropped + Counter(stats.rows_dropped)),
             self._watching.tokens(),
             time.perf_counter() - start,
         )
@@ -191,9 +195,16 @@ class Controller:
     async def _bring_back(self, store: DataStore) -> None:
         """In a later life: let a store that outlived the last one forget what is void."""
         start, exact = self._folder.start, self._config.checkpoint.resume == "exact"
-        options = self._plan.chosen["data_store"].options
-        if start.life and getattr(options, "durability", "none") != "none":
+        durable = getattr(self._plan.chosen["data_store"].options, "durability", "none") != "none"
+        if start.life and durable:
             self._rows_kept = await bring_back_rows(store, start.version, exact=exact)
+        elif start.tokens_redone and not exact:
+            _log.warning(
+                "the data store keeps nothing beyond its process: all rows that are not trained "
+                "are generated again; data_store.plugin=zmq with durability journal keeps them"
+            )
+        if self._rows_kept:  # it knows what was dropped
+            self._totals.rows_dropped.clear()
         wasted = start.tokens_void if self._rows_kept else start.tokens_redone
         self._totals.wasted["resume"] += wasted
 

@@ -1,13 +1,14 @@
 """Making the ranks of an SPMD trainer one service.
 
 Rank 0 receives each call once and repeats it to all ranks in one order; each rank reads its rows
-itself, by reference. A rank that fails fails the call on all, by number.
+itself, by reference. A rank that fails fails the call on all, by number. One that cannot read its
+rows takes part in the call without any before it fails: the others may be waiting for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -49,7 +50,11 @@ class TrainerRank(RankControl):
     async def forward(self, order: int, rows: Sequence[BatchRef], columns: Sequence[str]) -> Batch:
         """Read the rows, compute their columns."""
         self._in_order(order)
-        return await self._trainer.forward(await self._read(rows, columns))
+        batch, failure = await self._read(rows, columns)
+        found = await self._trainer.forward(batch)
+        if failure is not None:
+            raise failure
+        return found
 
     async def forward_backward(
         self,
@@ -62,13 +67,22 @@ class TrainerRank(RankControl):
     ) -> ForwardBackwardInfo:
         """Read the rows, add their gradient."""
         self._in_order(order)
-        batch = await self._read(rows, columns)
-        return await self._trainer.forward_backward(batch, loss, last=last)
+        batch, failure = await self._read(rows, columns)
+        info = await self._trainer.forward_backward(batch, loss, last=last)
+        if failure is not None:
+            raise failure
+        return info
 
-    async def _read(self, rows: Sequence[BatchRef], columns: Sequence[str]) -> Batch:
-        """The rows, one reference after another; no rows have no columns."""
-        parts = [await self._store.read(ref, columns) for ref in rows]
-        return Batch.concat(parts) if parts else Batch({}, rows=0)
+    async def _read(
+        self, rows: Sequence[BatchRef], columns: Sequence[str]
+    ) -> tuple[Batch, Exception | None]:
+        """The rows, one reference after another; or none, and what to raise after the call."""
+        nothing = Batch({}, rows=0)  # no rows have no columns
+        try:
+            parts = [await self._store.read(ref, columns) for ref in rows]
+            return (Batch.concat(parts) if parts else nothing), None
+        except Exception as error:  # noqa: BLE001 - the other ranks come first
+            return nothing, error
 
     async def optim_step(self, order: int) -> UpdateInfo:
         """Update."""
@@ -88,12 +102,19 @@ class TrainerRank(RankControl):
         """
         self._in_order(order)
         buckets = self._trainer.export_weights(version)
-        first = await anext(buckets, None)
-        if first is None:
-            return None
-        if self._weight_sync is None:
-            raise InvariantError("a rank yields weights though it was not said to (sharded_export)")
-        return await self._weight_sync.publish(version, life, _resumed(first, buckets))
+        try:
+            first = await anext(buckets, None)
+            if first is None:
+                return None
+            if self._weight_sync is None:
+                raise InvariantError(
+                    "a rank yields weights though it was not said to (sharded_export)"
+                )
+            return await self._weight_sync.publish(version, life, _resumed(first, buckets))
+        finally:
+            # Now, not when it is collected: the trainer may have to keep in step with other ranks.
+            if isinstance(buckets, AsyncGenerator):
+                await buckets.aclose()
 
     async def retire(self, version: int, life: int) -> None:
         """Give a version's memory back."""

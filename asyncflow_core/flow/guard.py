@@ -2,8 +2,9 @@
 
 The local launcher starts this file as a small process of its own, without site packages and in a
 session of its own. Standard input is the lifeline: a line for each process group that was started,
-and its end when the run's own process is gone, in whatever way. Unlike a child that watches its own
-lifeline, the guard also ends children that are stopped or stuck in native code.
+one with a minus for each that is gone, and its end when the run's own process is gone, in whatever
+way. Unlike a child that watches its own lifeline, the guard also ends children that are stopped or
+stuck in native code.
 
 A process belongs to a run if its environment says so, or its process group was started for it. One
 that leaves its group and hides its environment (setproctitle may overwrite it) is out of reach.
@@ -60,7 +61,13 @@ def _marked(mark: bytes) -> list[int]:
 
 def main(run_dir: str, lines: Iterable[str]) -> None:
     """Wait for the end of the run's process, then clean up."""
-    groups = [int(line) for line in lines if line.strip().isdigit()]
+    groups = set()
+    for line in lines:
+        number = line.strip()
+        if number.startswith("-"):  # it is gone: its number may be another's one day
+            groups.discard(int(number[1:]))
+        elif number.isdigit():
+            groups.add(int(number))
     for group in groups:
         end_group(group)
     end_marked(run_dir)

@@ -311,6 +311,7 @@ class RolloutReplica(RolloutControl):
             rows_in_flight=role.rows_in_flight,
             policy=role.lease_policy,
             version=self._confirmed,
+            share=role.share,
         )
         self._pulling = False
 

@@ -56,6 +56,8 @@ class RolloutRole(Section):
     """Rows held at a time."""
     lease_policy: str = "fifo"
     """Which rows go first."""
+    share: tuple[int, int] | None = None
+    """(number, of how many): only rows that fall to it by their key; None: any row."""
     weight_sync: PartConfig
     """Where weights come from."""
 

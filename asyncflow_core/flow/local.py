@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from asyncflow_core.wire import Client, remote
 __all__ = ["LocalLauncher", "LocalOptions", "LocalProcess"]
 
 _LAST_LINES = 12
+_DEATH_GRACE_S = 1.0
 
 FINAL_STATUS = 70
 """Exit status of a process that would fail in the same way again (EX_SOFTWARE)."""
@@ -84,14 +86,21 @@ class LocalLauncher(Launcher):
 
     async def start(self, spec: ProcessSpec, store: DataStore) -> RunningProcess:
         """Start one process; it reaches the store by its address."""
-        process = LocalProcess(spec, self._options)
+        process = LocalProcess(spec, self._options, self._forget)
         self._processes.append(process)
-        group = await process.start(self._environment(spec))
+        self._tell_guard(await process.start(self._environment(spec)))
+        return process
+
+    def _forget(self, process: LocalProcess, group: int) -> None:
+        """It is gone, and so is its group."""
+        self._processes.remove(process)
+        self._tell_guard(-group)
+
+    def _tell_guard(self, group: int) -> None:
         assert self._guard is not None
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the guard was killed: lifelines remain
             os.write(self._guard.stdin.fileno(), b"%d\n" % group)
-        return process
 
     async def aclose(self) -> None:
         """End all processes side by side, then remove the run's directory. Idempotent."""
@@ -142,9 +151,15 @@ class LocalLauncher(Launcher):
 class LocalProcess(RunningProcess):
     """One child."""
 
-    def __init__(self, spec: ProcessSpec, options: LocalOptions) -> None:
-        """Keep the spec; `start` starts."""
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        options: LocalOptions,
+        on_buried: Callable[[LocalProcess, int], None],
+    ) -> None:
+        """Keep the spec; `start` starts. `on_buried` is told when it and its group are gone."""
         self.name = spec.name
+        self._on_buried = on_buried
         self._spec = spec
         self._options = options
         self._process: asyncio.subprocess.Process | None = None
@@ -190,6 +205,9 @@ class LocalProcess(RunningProcess):
             try:
                 opening.result()
             except PeerLostError as error:
+                # A connection that began and broke is seen before the end of the process.
+                if (await asyncio.wait({self._exited}, timeout=_DEATH_GRACE_S))[0]:
+                    raise PeerLostError((await self.ended()).words, service=self.name) from error
                 raise ServiceTimeoutError(
                     f"{self.name} did not answer within {self._options.start_timeout_s:g} s of its "
                     f"start; {self._last_lines()}",
@@ -243,7 +261,11 @@ class LocalProcess(RunningProcess):
 
     async def bury(self) -> None:
         """Also end what it started in sessions of their own: an engine may hold a device."""
+        if self._process is None:
+            return
         await self.stop()
+        group, self._process = self._process.pid, None
+        self._on_buried(self, group)
         mark = f"{self._spec.run_dir}/{self.name}"
         await asyncio.to_thread(guard.end_marked, mark, guard.SERVICE)
 

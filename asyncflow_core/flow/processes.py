@@ -214,8 +214,8 @@ class Processes:
             spent = f"{limits.limit} times within {limits.window_s:g} s"
         await service.process.bury()
         if not allowed:
-            often = f"it was started again {spent} (watchdog.restarts), and" if limits.limit else ""
-            raise _ended(service, end, often)
+            often = f"{name} was started again {spent} (watchdog.restarts) and died once more: "
+            raise _ended(service, end, often if limits.limit else "")
         _log.warning(
             "%s%s; its %d rows go to others and it is started again (restart %d)",
             service.stuck or end.words.partition(";")[0],
@@ -273,7 +273,7 @@ class Processes:
 def _ended(service: _Service, end: End, often: str = "") -> EndedError:
     words = f"{service.stuck}: {end.words}" if service.stuck else end.words
     trains = isinstance(service.spec.role, TrainerRole | RankRole)
-    return EndedError(f"{often} {words}".strip(), service=service.name, trains=trains)
+    return EndedError(f"{often}{words}", service=service.name, trains=trains)
 
 
 async def _ends(process: RunningProcess) -> bool:

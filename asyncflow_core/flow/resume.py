@@ -44,6 +44,7 @@ _FIXED_PLUGINS = ("rollout", "trainer", "loss", "data_store")
 _FIXED_OF_STAGES = (
     "plugin",
     "function",
+    "model",
     "kind",
     "reads",
     "writes",
@@ -121,6 +122,8 @@ def _fixed(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
     for name in _FIXED_PLUGINS:
         yield f"{name}.plugin", values[name]["plugin"]
+    models = values["models"].items()
+    yield "models", {name: (model["plugin"], model["options"]) for name, model in models}
 
 
 def _stage_faults(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
 
 from asyncflow_core.config import RunConfig
@@ -78,8 +79,17 @@ class Saving:
         if start.trainer is None:
             return
         await self._trainer.load(str(start.trainer))
-        if isinstance(self._store, SupportsDurability):  # the last life may not have come to it
-            await self._store.checkpoint(start.version)
+        await self._told(start.version)  # the last life may not have come to it
+
+    async def let_go(self, version: int) -> None:
+        """A run that makes no checkpoints will never go back: its store need not keep for that."""
+        durable = self._config.data_store.options.get("durability", "none") != "none"
+        if durable and not self._config.checkpoint.every:
+            await self._told(version)
+
+    async def _told(self, version: int) -> None:
+        if isinstance(self._store, SupportsDurability):
+            await self._store.checkpoint(version)
 
     async def begin(self, version: int) -> float:
         """Let the trainer write; seconds it took."""
@@ -91,8 +101,12 @@ class Saving:
     async def finish(self, version: int) -> None:
         """From now on the checkpoint counts."""
         start = self._folder.start
-        evaluated = self._totals.rows_evaluated + self._supply.rows_evaluated
-        totals = replace(self._totals, rows_evaluated=evaluated)
+        dropped = Counter((await self._store.stats()).rows_dropped)
+        totals = replace(
+            self._totals,
+            rows_evaluated=self._totals.rows_evaluated + self._supply.rows_evaluated,
+            rows_dropped=self._totals.rows_dropped + dropped,
+        )
         checkpoint = Checkpoint(
             version=version,
             life=start.life,
@@ -103,6 +117,5 @@ class Saving:
         )
         await asyncio.to_thread(self._folder.sync)
         await asyncio.to_thread(self._checkpoints.finish, checkpoint)
-        if isinstance(self._store, SupportsDurability):
-            await self._store.checkpoint(version)
+        await self._told(version)
         await asyncio.to_thread(self._checkpoints.prune, self._config.checkpoint.keep)

@@ -69,8 +69,11 @@ def process_specs(
 
     share = len(config.rollout.devices) // config.rollout.replicas
     for number in range(config.rollout.replicas):
+        # Which requests run beside each other may change the last bits of a result.
+        by_key = config.workflow.preset == "sequential" and config.rollout.replicas > 1
         role = RolloutRole(
             task=plan.tasks["rollout"],
+            share=(number, config.rollout.replicas) if by_key else None,
             sampling=config.rollout.sampling,
             rows_in_flight=config.rollout.rows_in_flight,
             lease_policy=config.rollout.lease_policy,

@@ -197,5 +197,6 @@ class Steps:
         if self._saving.due(report.version):
             await self._count_time()
             await self._saving.finish(report.version)
+        await self._saving.let_go(report.version)
         steps = self._config.workflow.steps
         self._on_step(StepResult(report.version, steps, record))

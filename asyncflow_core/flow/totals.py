@@ -34,6 +34,7 @@ class Totals:
         staleness: of the trained rows.
         scores: version to share of held-out responses that were right.
         rows_masked: counted for a step without being trained.
+        rows_dropped: cause to rows, in earlier lives of the run, where the store forgot them.
         begun: whether training began. last: metrics of the last step.
     """
 
@@ -59,6 +60,7 @@ class Totals:
     rows_evaluated: int = 0
     scores: dict[int, float] = field(default_factory=dict)
     rows_masked: int = 0
+    rows_dropped: Counter[str] = field(default_factory=Counter)
     begun: bool = False
     last: dict[str, float] = field(default_factory=dict)
 

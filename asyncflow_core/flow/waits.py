@@ -125,8 +125,8 @@ class Waits:
                 )
             if now - self._moved >= self._idle_s:
                 raise ServiceTimeoutError(
-                    f"nothing moved for {self._idle_s:g} s (watchdog.idle_s), the run would never "
-                    f"end: {'; '.join(lines)}"
+                    f"nothing moved for {self._idle_s:g} s: {'; '.join(lines)}; raise "
+                    f"watchdog.idle_s if that is the run's pace"
                 )
 
     def _look(self, stats: StoreStats, now: float) -> None:

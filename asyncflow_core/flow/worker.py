@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,8 @@ __all__ = ["LeaseKeeper", "Part", "Work", "Worker", "first_failure", "read_rows"
 
 _log = logging.getLogger(__name__)
 
+_OTHERS_S = 0.01
+"""Seconds a worker leaves rows to those they fall to, when there were no others."""
 _WAIT_S = 5.0
 """Seconds one lease call waits inside the store; it bounds nothing, the loop asks again."""
 
@@ -117,6 +119,7 @@ class Worker:
         policy: str = "fifo",
         lease_s: float = 60.0,
         version: Callable[[], int] | None = None,
+        share: tuple[int, int] | None = None,
     ) -> None:
         """Prepare; `run` starts.
 
@@ -130,7 +133,10 @@ class Worker:
             policy: which rows go first, one of the store's lease policies.
             lease_s: life of a lease; it is renewed while the work goes on.
             version: the version served now, for a task whose order needs one.
+            share: (number, of how many workers): take only rows that fall to this one by their
+                key, whoever is faster; None: any row.
         """
+        self._share = share
         self._store = store
         self._task = task
         self._work = work
@@ -198,6 +204,8 @@ class Worker:
             while True:
                 await self._room.wait()
                 lease = await self._ask(group)
+                if lease is not None and self._share is not None:
+                    lease = await self._only_its_share(lease, *self._share)
                 if lease is not None:
                     self._hold(len(lease.rows))
                     self._keeper.hold(lease.lease_id)
@@ -230,6 +238,17 @@ class Worker:
         # Cancelling the call could lose rows that are being handed out at this moment.
         group.create_task(self._give_back(call))
         return None
+
+    async def _only_its_share(self, lease: Lease, number: int, count: int) -> Lease | None:
+        """Give the others' rows back, to the front of the queue, where they take them."""
+        others = [i for i in lease.rows if (i.key.sequence + i.key.sample) % count != number]
+        if others:
+            await self._store.release(lease.ref(others))
+        if len(others) == len(lease.rows):
+            await asyncio.sleep(_OTHERS_S)
+            return None
+        given = {info.row for info in others}
+        return replace(lease, rows=tuple(info for info in lease.rows if info.row not in given))
 
     async def _give_back(self, call: asyncio.Task[Lease | None]) -> None:
         lease = await call

@@ -1,6 +1,7 @@
 """What is done with leased rows."""
 
 import asyncio
+import contextlib
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
@@ -120,6 +121,36 @@ async def test_rollout_work_commits_canonical_columns_of_every_row(store, put):
             assert part.writes["sampling"][number]["stop"] == ["x"]
     (requests,) = engine.calls
     assert [r.seed for r in requests] == [sampling_seed(9, info.key) for info in lease.rows]
+
+
+async def test_rollout_work_commits_rows_of_one_newest_version_together(store, put):
+    """A store that goes back to a version tells by it which rows are void."""
+    ends = {0: [[3, 1]], 1: [[2, 1]], 2: [[2, 1]], 3: [[1, 1], [3, 1]], 4: []}
+
+    class Switched:
+        async def generate(self, requests):
+            for request, runs in zip(requests, ends.values(), strict=True):
+                count = sum(n for _, n in runs)
+                yield Completion(
+                    request.key,
+                    np.ones(count, np.int32),
+                    -np.ones(count, np.float32),
+                    np.array(runs, np.int32).reshape(-1, 2),
+                    "stop",
+                )
+
+    await store.register(ROLLOUT)
+    await put(5)
+    lease = await store.lease("rollout", requester="r")
+    found = {}
+    async with contextlib.aclosing(
+        rollout_work(Switched(), SAMPLING, 0)(lease, await read_rows(store, lease, ROLLOUT.reads))
+    ) as parts:
+        async for part in parts:
+            assert part.writes.rows == len(part.rows)
+            for info in part.rows:
+                found[info.key.sequence] = part.version
+    assert found == {0: 3, 1: 2, 2: 2, 3: 3, 4: None}
 
 
 async def test_rollout_work_refusing_engine_drops_only_the_refused_prompts(store, put):

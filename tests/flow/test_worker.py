@@ -300,6 +300,28 @@ async def test_worker_cancelled_stops_its_work_and_leaves_no_task(store, put):
     with pytest.raises(asyncio.CancelledError):
         await running
     assert asyncio.all_tasks() == before
+    stats = (await store.stats()).tasks["echo"]
+    assert (stats.ready, stats.leased, stats.holders) == (2, 0, {})  # at once, not at expiry
+
+
+async def test_worker_that_failed_may_run_again(store, put):
+    failed = []
+
+    async def work(lease, batch):
+        if not failed:
+            failed.append(lease)
+            raise EngineError("out of memory")
+        yield Part(lease.rows)
+
+    worker = Worker(store, ECHO, work, requester="w", rows_in_flight=2)
+    await worker.register()
+    await put(5)
+    with pytest.raises(EngineError):
+        await worker.run()
+    running = asyncio.create_task(worker.run())
+    await eventually(lambda: _all_done(store, 5))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_keeper_renews_what_is_held_and_forgets_what_is_lost(store, put, clock, caplog):
@@ -332,3 +354,22 @@ def test_first_failure_of_nested_groups_is_the_innermost_first():
     wanted = EngineError("first")
     group = ExceptionGroup("a", [ExceptionGroup("b", [wanted]), ValueError("second")])
     assert first_failure(group) is wanted
+
+
+async def test_workers_with_shares_get_rows_by_their_keys_whoever_is_faster(store, put, start):
+    done = {0: [], 1: []}
+
+    def work(number):
+        async def finish(lease, batch):
+            done[number] += [(info.key.sequence, info.key.sample) for info in lease.rows]
+            yield Part(lease.rows)
+
+        return finish
+
+    spec = TaskSpec("see", ("prompt_ids",))
+    for number in (0, 1):
+        await start(spec, work(number), requester=f"w-{number}", share=(number, 2))
+    await put(6, samples=3)
+    await eventually(lambda: sum(map(len, done.values())) == 18)
+    for number, keys in done.items():
+        assert sorted(keys) == [(n, s) for n in range(6) for s in range(3) if (n + s) % 2 == number]

@@ -132,3 +132,16 @@ async def test_two_runs_side_by_side_do_not_disturb_each_other(started):
     await first.ended("kill -9 of one of two runs", status=-9)
     await second.at_step(second.steps() + 2)
     assert all(directory.exists() for directory in second.run_dirs)
+
+
+def test_guard_leaves_groups_alone_that_are_gone(tmp_path):
+    from asyncflow_core.flow import guard
+
+    gone, mine = (subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2))
+    try:
+        guard.main(str(tmp_path / "run"), [f"{gone.pid}\n", f"{mine.pid}\n", f"-{gone.pid}\n"])
+        assert mine.wait(5) == -signal.SIGKILL
+        assert gone.poll() is None
+    finally:
+        gone.kill()
+        gone.wait()

@@ -52,7 +52,7 @@ async def test_process_that_dies_too_often_ends_the_run_by_name(started):
         if step == 3:
             await run.until(lambda: "restart 1" in run.output)
     await run.until(lambda: run.process.poll() is not None)
-    assert "peer_lost: it was started again 1 times within 600 s (watchdog.restarts)" in run.output
+    assert "peer_lost: reward-0 was started again 1 times within 600 s" in run.output
     assert "reward-0 was killed by signal 9 (SIGKILL)" in run.output
 
 

@@ -1,6 +1,8 @@
 """Resuming a run: inside this process, ended between steps or by an error."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +206,29 @@ def test_resume_with_a_durable_store(inline, preset, resume):
         straight = Flow(**inline(name="straight", **changes))
         list(straight.run())
         assert_equal_weights(weights(straight.folder, 8), weights(flow.folder, 8))
+
+
+async def test_command_resumes_a_killed_run_and_says_from_where(started, tmp_path):
+    run = started(workflow__steps=2000, checkpoint__every=2, evaluation=None, name="killed")
+    await run.at_step(3)
+    run.process.kill()
+    await run.ended("kill -9 of a run with checkpoints", status=-9)
+    done = resume(run.folder, "workflow.steps=2000", "seed=3")
+    assert done.returncode == 2
+    assert "seed: a resumed run keeps it, the checkpoint has 0, now it is 3" in done.stderr
+    steps = int(max((run.folder / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name)).name)
+    done = resume(run.folder, f"workflow.steps={steps + 2}")
+    assert done.returncode == 0, done.stderr
+    assert f"run killed, resumed from step {steps}: async" in done.stdout
+    assert_each_group_once(run.folder, steps + 2)
+    done = resume(run.folder)
+    assert done.returncode == 2
+    assert "is complete" in done.stderr
+
+
+def resume(folder, *overrides):
+    """`asyncflow run --resume`."""
+    command = [sys.executable, "-m", "asyncflow_core.cli", "run", "--resume", str(folder)]
+    return subprocess.run(
+        [*command, *overrides], cwd=Path(__file__).parent, capture_output=True, text=True
+    )

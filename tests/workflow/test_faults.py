@@ -1,5 +1,6 @@
 """Every fault: noticed, by name, and no row lost or trained twice."""
 
+import copy
 import time
 
 import pytest
@@ -20,7 +21,7 @@ STEADY = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 async def test_fault(fault, broken, noticed):
-    run = broken(fault.place, **{**STEADY, **fault.settings})
+    run = broken(fault.place, **copy.deepcopy({**STEADY, **fault.settings}))
     begun = seconds = None
     if fault.inject is not None:
         await run.at_step(fault.at_step)

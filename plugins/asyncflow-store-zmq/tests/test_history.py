@@ -207,6 +207,18 @@ class History(RuleBasedStateMachine):
         for row in positions_in(without):
             assert (block.facts[row], block.facts[row - block.rows]) == (1, -1)
 
+    def teardown(self):
+        """Once every row is gone and no checkpoint is waited for, no memory is held."""
+        for table in (self.table, again(self.records)):
+            for block in table.ledger.blocks():
+                rows = positions_in(block.alive)
+                table.drop(self.now, [block.key_at(row) for row in rows], "over")
+            table.checkpoint(self.now, 100)
+            assert table.pool.nbytes == 0
+            assert not list(table.payload.segments())
+            assert not table.retained.kept
+            assert not table.lineage.made
+
     @rule()
     def shorten(self):
         self.records[:] = list(snapshot.records(self.table))

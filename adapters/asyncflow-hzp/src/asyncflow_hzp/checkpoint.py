@@ -22,7 +22,7 @@ from asyncflow_hzp.ranks import Ranks
 
 __all__ = ["new_directory", "read_record", "shared_directory", "write_record"]
 
-_FORMAT = 2
+_FORMAT = 3
 _RECORD = "state.msgpack"
 
 

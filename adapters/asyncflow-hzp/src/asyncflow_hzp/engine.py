@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +71,7 @@ class HzpEngine:
         self._weight = 0.0
         self._pending = False
         self._torn = False
+        self.left: Exception | None = None  # what made this rank leave the others
         self.updates = 0
         self.tokens = 0
 
@@ -77,7 +80,7 @@ class HzpEngine:
         parts, temperature = self._plan(batch)
         response = batch["response_ids"] if batch.rows else Column.ragged([], np.float32)
         logprobs = np.empty(len(response.array), np.float32)
-        with torch.no_grad():
+        with torch.no_grad(), self._in_step(self._shards.meets):
             for rows, part in parts:
                 if not part.rows:
                     self._forward(nothing(self._device))
@@ -102,12 +105,13 @@ class HzpEngine:
             return ForwardBackwardInfo(0.0, 0.0, 0, 0)
         self._pending, self._torn = True, True
         found = Sums()
-        for number, (rows, part) in enumerate(parts):
-            self._shards.prepare_gradients(last=last and number == len(parts) - 1)
-            if part.rows and found.failure is None:
-                found.add(self._backward(part, _of_rows(temperature, rows), loss))
-            else:
-                self._backward_nothing()
+        with self._in_step(self._shards.meets):
+            for number, (rows, part) in enumerate(parts):
+                self._shards.prepare_gradients(last=last and number == len(parts) - 1)
+                if part.rows and found.failure is None:
+                    found.add(self._backward(part, _of_rows(temperature, rows), loss))
+                else:
+                    self._backward_nothing()
         if found.failure is not None:
             raise found.failure
         self._torn = False
@@ -153,7 +157,8 @@ class HzpEngine:
             reads: columns the loss reads; None for a forward alone.
         """
         parts: list[tuple[NDArray[np.int64], Batch]] = []
-        temperature, failure = None, None
+        temperature: NDArray[np.float32] | None = None
+        failure: Exception | None = None
         if batch.rows:
             try:
                 temperature, names = self._check(batch), dict.fromkeys(_SEQUENCE)
@@ -163,7 +168,7 @@ class HzpEngine:
                         ("loss_mask", *(name for name in reads if name in batch))
                     )
                 parts = list(self._parts(batch, tuple(names)))
-            except DataError as error:
+            except Exception as error:  # noqa: BLE001 - the others must hear of it first
                 failure = error
         if self._shards.meets:
             most = self._ranks.most(len(parts), failed=failure is not None)
@@ -195,39 +200,55 @@ class HzpEngine:
             )
         clip = self._options.grad_clip
         scale = 1.0 if clip is None or norm <= clip else clip / norm
-        self._shards.step(lr=lr, scale=scale / weight)
+        with self._in_step(True):
+            self._shards.step(lr=lr, scale=scale / weight)
         self.updates = number
         self._weight, self._pending = 0.0, False
         return UpdateInfo(number, norm, lr, weight)
+
+    @contextmanager
+    def _in_step(self, meets: bool) -> Iterator[None]:
+        """Work that other ranks wait for: who fails in it leaves them, which ends their wait.
+
+        It could not catch up: it has sent fewer of the pieces that they expect, in this order.
+        """
+        try:
+            yield
+        except Exception as error:
+            if meets and self._ranks.size > 1:
+                self.left = error
+                self.close()
+            raise
 
     def zero_grad(self) -> None:
         """Forget gradients and weights."""
         self._shards.zero_gradients()
         self._weight, self._pending, self._torn = 0.0, False, False
 
-    def export(self) -> Iterator[Bucket]:
+    def export(self) -> Generator[Bucket, None, None]:
         """The weights as buckets, from rank 0 or a share from each rank.
 
         The model must not be updated meanwhile. Where parameters are sharded all ranks take part, a
         unit at a time.
         """
         tensors = self._shards.exported()
-        rank, sharers = self._ranks.rank, 1
-        if self._options.sharded_export:
-            sharers = self._ranks.size
-        if rank >= sharers:
+        rank = self._ranks.rank
+        sharers = self._ranks.size if self._options.sharded_export else 1
+        chosen = (pair for number, pair in enumerate(tensors) if number % sharers == rank)
+        updates = self.updates
+        try:
+            if rank < sharers:
+                for bucket in buckets(chosen, self._aliases, size=self._options.bucket_bytes):
+                    if self.updates != updates:
+                        raise ServiceError(
+                            f"the weights changed from update {updates} to {self.updates} while "
+                            f"they were exported; end an export before the next optim_step"
+                        )
+                    yield bucket
+        finally:
+            # An export that is given up half-way still gathers what the others gather.
             for _ in tensors if self._shards.meets else ():
                 pass
-            return
-        tensors = (pair for number, pair in enumerate(tensors) if number % sharers == rank)
-        updates = self.updates
-        for bucket in buckets(tensors, self._aliases, size=self._options.bucket_bytes):
-            if self.updates != updates:
-                raise ServiceError(
-                    f"the weights changed from update {updates} to {self.updates} while they were "
-                    f"exported; end an export before the next optim_step"
-                )
-            yield bucket
 
     def save(self, path: str) -> None:
         """Write a checkpoint; between updates only, since gradients are not part of it."""
@@ -245,7 +266,13 @@ class HzpEngine:
     def load(self, path: str) -> None:
         """Go on from a checkpoint; gradients collected so far are thrown away."""
         self._check_trains("load")
-        record = read_record(path)
+        record: dict[str, Any] = {}
+        failure: DataError | None = None
+        try:
+            record = read_record(path)
+        except DataError as error:
+            failure = error
+        self._ranks.agree(failure)
         self.zero_grad()
         self._shards.load(Path(path), record)
         self.updates, self.tokens = record["updates"], record["tokens"]

@@ -71,6 +71,10 @@ class Exchange:
         """Let the backend's own collectives of `group` serve pieces of these ranks in order."""
         self._native[tuple(ranks)] = group
 
+    def release(self) -> None:
+        """Forget the groups: what refers to one keeps its connections open, and others waiting."""
+        self._group, self._native = None, {}
+
     def gather(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
         """Fill the others' pieces; this rank's is there already."""
         mine = self._mine(pieces)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import distributed
 
+from asyncflow_core.errors import ServiceError
 from asyncflow_hzp.exchange import Exchange
 from asyncflow_hzp.layout import Layout, Sizes
 
-__all__ = ["Links", "node_size", "world"]
+__all__ = ["Links", "agree", "any_rank", "node_size", "same_everywhere", "world"]
 
 
 def world() -> tuple[int, int]:
@@ -28,6 +29,37 @@ def world() -> tuple[int, int]:
     if not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def any_rank(here: bool, device: torch.device) -> bool:
+    """Whether it holds on any rank. All ranks call it."""
+    if world()[1] == 1:
+        return here
+    found = torch.tensor(int(here), device=device)
+    distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return bool(found)
+
+
+def same_everywhere(number: int, device: torch.device) -> bool:
+    """Whether all ranks have the same number, of at most 62 bits. All ranks call it."""
+    if world()[1] == 1:
+        return True
+    ends = torch.tensor([number, -number], device=device)
+    distributed.all_reduce(ends, distributed.ReduceOp.MAX)
+    return int(ends[0]) == -int(ends[1])
+
+
+def agree(failure: BaseException | None, device: torch.device) -> None:
+    """Go on if no rank failed; one that did raises what it gives here. All ranks call it.
+
+    Raises:
+        ServiceError: another rank failed.
+    """
+    failed = any_rank(failure is not None, device)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise ServiceError("another rank failed; its own error says why")
 
 
 def node_size(given: int | None, ranks: int) -> int:
@@ -118,4 +150,6 @@ class Links:
         """Give the groups back."""
         for group in self._groups:
             distributed.destroy_process_group(group)
+        for exchange in self._exchanges.values():
+            exchange.release()
         self._groups = []

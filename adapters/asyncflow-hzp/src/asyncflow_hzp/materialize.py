@@ -10,7 +10,7 @@ from torch import nn
 from asyncflow_core.errors import ConfigError
 from asyncflow_hzp.units import Cut
 
-__all__ = ["materialize"]
+__all__ = ["materialize", "materialize_buffers"]
 
 
 def materialize(
@@ -47,6 +47,23 @@ def materialize(
     with torch.no_grad():
         for module in holders:
             (init or _reset)(module)
+
+
+def materialize_buffers(
+    model: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None
+) -> None:
+    """Give buffers of modules without parameters of their own memory and values.
+
+    Raises:
+        ConfigError: such a module has no `reset_parameters`, and there is no `init`.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            found = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+            for key, buffer in found.items():
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+            if found:
+                (init or _reset)(module)
 
 
 def _reset(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import distributed, nn
 
 from asyncflow_core.errors import ConfigError
+from asyncflow_hzp.links import any_rank
 from asyncflow_hzp.sharded import Sharded
 from asyncflow_hzp.unit import Entry, Unit
 
@@ -29,11 +30,14 @@ class Optimizer:
     Args:
         model: what `shard` returned.
         kind: an optimizer's class; it sees stretches of flat tensors.
-        groups: settings by name of a group; "default" is for what `group_of` does not name. A
-            group may have a `kind` of its own, and `whole`: true to give it whole parameters, as
-            Muon's matrices must be; z1 must then be 1.
-        group_of: names a parameter's group.
+        groups: settings by name of a group, beside the group "default". A group may have a `kind`
+            of its own, and `whole`: true to give it whole parameters, as Muon's matrices must be;
+            z1 must then be 1.
+        group_of: names a parameter's group; None means that all are of "default".
         settings: of all groups without a kind of their own.
+
+    Raises:
+        ConfigError: a group that is not there, or one of whole parameters where z1 is not 1.
     """
 
     def __init__(
@@ -71,6 +75,20 @@ class Optimizer:
             if unit.trainable:
                 self._build(unit)
 
+    def group_of(self, entry: Entry) -> str:
+        """The name of a parameter's group.
+
+        Raises:
+            ConfigError: there is no group of that name.
+        """
+        name = self._group_of(entry.name, entry.param)
+        if name not in self._kinds:
+            raise ConfigError(
+                f"group_of gives {entry.name!r} the group {name!r}; groups are "
+                f"{', '.join(self._kinds)}"
+            )
+        return name
+
     def _build(self, unit: Unit) -> None:
         """Make the torch optimizers of a unit's shard, one a group that has a part in it."""
         pieces = []
@@ -97,7 +115,7 @@ class Optimizer:
             begin, end = max(entry.start, low), min(entry.stop, high)
             if begin >= end:
                 continue
-            group = self._group_of(entry.name, entry.param)
+            group = self.group_of(entry)
             if group in self._whole:
                 yield group, slice(begin - low, end - low), entry.param.shape
             elif group == open_group:
@@ -150,7 +168,7 @@ class Optimizer:
                 residency.publish(unit)
         for unit in () if self._known else forward:
             residency.publish(unit)
-        self.zero_grad()
+        self._forget()
 
     def _update(self, unit: Unit) -> None:
         """Run the torch optimizers of one unit's shard."""
@@ -171,18 +189,28 @@ class Optimizer:
         return sorted(self._inner, key=lambda unit: place.get(unit.number, unit.number))
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients. All ranks call it.
+
+        What one rank has sent of them the others must take, though nobody wants it any more.
+        """
+        if any_rank(self._reduction.under_way, self._model.device):
+            self._reduction.finish()
+        self._forget()
+
+    def _forget(self) -> None:
         self._reduction.clear()
         self._known = False
 
-    def layout(self) -> Iterator[tuple[Unit, nn.Parameter, list[tuple[Entry, int, int, int]]]]:
-        """Every stretch given to the optimizer, and what of which parameters lies where in it.
+    def layout(
+        self,
+    ) -> Iterator[tuple[Unit, nn.Parameter, str, list[tuple[Entry, int, int, int]]]]:
+        """Every stretch given to the optimizer, its group, and which parameters lie where in it.
 
         An entry comes with begin and end within the parameter, and its place in the stretch.
         """
         for unit, pieces in self._pieces.items():
             low = unit.shard[0]
-            for piece, part, _ in pieces:
+            for piece, part, group in pieces:
                 start, stop = part.start + low, part.stop + low
                 entries = []
                 for entry in unit.entries:
@@ -190,7 +218,7 @@ class Optimizer:
                     if begin < end:
                         at = begin - start
                         entries.append((entry, begin - entry.start, end - entry.start, at))
-                yield unit, piece, entries
+                yield unit, piece, group, entries
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Set the state of every stretch, in the order of `layout`."""

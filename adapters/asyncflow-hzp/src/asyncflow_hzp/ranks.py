@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from asyncflow_core.errors import ConfigError, ServiceError
+from asyncflow_hzp.links import agree
 
 __all__ = ["Ranks"]
 
@@ -42,17 +43,12 @@ class Ranks:
         )
         self._joined = True
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Add up over the ranks, in place."""
-        if self.size > 1:
-            distributed.all_reduce(tensor)
-
     def total(self, value: float) -> float:
         """The sum of the ranks' values."""
         if self.size == 1:
             return value
         sums = torch.full((1,), value, dtype=torch.float64, device=self._device)
-        self.sum(sums)
+        distributed.all_reduce(sums)
         return float(sums)
 
     def most(self, count: int, *, failed: bool = False) -> int:
@@ -89,11 +85,7 @@ class Ranks:
         Raises:
             ServiceError: another rank failed.
         """
-        failed = self.total(float(failure is not None))
-        if failure is not None:
-            raise failure
-        if failed > 0:
-            raise ServiceError("another trainer rank failed; its own error says why")
+        agree(failure, self._device)
 
     def close(self) -> None:
         """Leave the group, if it was joined here."""

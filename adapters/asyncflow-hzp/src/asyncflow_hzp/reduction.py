@@ -96,6 +96,11 @@ class Reduction:
         """Units in the order of their reductions."""
         return self._order
 
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank has submitted a reduction in this step."""
+        return any(progress.job is not None for progress in self._progress.values())
+
     def allocate(self) -> None:
         """Make the buffers, and the optimizer's gradients, if they are not there yet."""
         self._ring.allocate()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from asyncflow_core.batch import Batch
-from asyncflow_core.errors import AsyncFlowError, EngineError, ServiceClosedError
+from asyncflow_core.errors import AsyncFlowError, EngineError, ServiceClosedError, ServiceError
 from asyncflow_core.parts import PartContext
 from asyncflow_core.services.trainer import (
     ForwardBackwardInfo,
@@ -99,11 +99,15 @@ class HzpTrainer(Trainer):
             ServiceError: an update ran between two buckets.
         """
         buckets = self._opened().export()
-        while True:
-            bucket = await self._call(lambda: next(buckets, None))
-            if bucket is None:
-                return
-            yield bucket
+        try:
+            while True:
+                bucket = await self._call(lambda: next(buckets, None))
+                if bucket is None:
+                    return
+                yield bucket
+        finally:
+            if self._thread is not None:
+                await self._call(buckets.close)
 
     async def save(self, path: str) -> None:
         """Write a checkpoint; see `Trainer.save`.
@@ -137,6 +141,12 @@ class HzpTrainer(Trainer):
         if self._engine is None:
             raise ServiceClosedError(
                 f"trainer {self._context.name or 'hzp'} is not open", service=self._context.name
+            )
+        if self._engine.left is not None:
+            raise ServiceError(
+                f"this rank left the others after it failed ({self._engine.left}); open all ranks "
+                f"again",
+                service=self._context.name,
             )
         return self._engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,13 @@ from asyncflow_hzp.exchange import Exchange
 from asyncflow_hzp.hooks import wrap
 from asyncflow_hzp.lanes import Lane
 from asyncflow_hzp.layout import Layout, Sizes, parse_sizes
-from asyncflow_hzp.links import Links, node_size, world
-from asyncflow_hzp.materialize import materialize
+from asyncflow_hzp.links import Links, node_size, same_everywhere, world
+from asyncflow_hzp.materialize import materialize, materialize_buffers
 from asyncflow_hzp.planning import plan_cuts
 from asyncflow_hzp.reduction import Reduction
 from asyncflow_hzp.residency import Residency
 from asyncflow_hzp.unit import Unit
-from asyncflow_hzp.units import DENSE, Cut, cut_units
+from asyncflow_hzp.units import Cut, cut_units, parts_in
 
 __all__ = ["Sharded", "shard"]
 
@@ -58,9 +59,11 @@ class Sharded:
         self.sizes = self._choose_sizes(cuts)
         self._layouts, columns = self._families(cuts)
         self.device = _device_of(cuts)
+        self._check_same(cuts)
         self._gathers = self._links(columns)
         self._reduces = self._links(columns)
         self.units = [self._make_unit(number, cut) for number, cut in enumerate(cuts)]
+        materialize_buffers(model, self.device, config.init)
         self._gather_lane = Lane("gather", device=self.device, threaded=self._threaded)
         self._reduce_lane = Lane("reduce", device=self.device, threaded=self._threaded)
         self.residency = Residency(
@@ -101,7 +104,7 @@ class Sharded:
         layouts: dict[str, Layout] = {}
         columns: dict[str, list[tuple[int, ...]]] = {}
         for family in sorted({cut.family for cut in cuts}):
-            parts = 1 if family == DENSE else int(family.removeprefix("expert"))
+            parts = parts_in(family)
             if self.world_size % parts:
                 raise ConfigError(f"{parts} expert parts do not divide {self.world_size} ranks")
             columns[family] = [tuple(range(p, self.world_size, parts)) for p in range(parts)]
@@ -114,6 +117,20 @@ class Sharded:
                 )
             layouts[family] = Layout(sizes, ranks, ranks.index(self.rank))
         return layouts, columns
+
+    def _check_same(self, cuts: Sequence[Cut]) -> None:
+        """Refuse ranks that differ: they would wait for one another, or mix up what they send."""
+        mine = [
+            [cut.elements, str(cut.kind), tuple(layout.sizes)]
+            for cut, layout in ((cut, self._layouts[cut.family]) for cut in cuts)
+        ]
+        told = self.config.accumulate, str(self.config.reduce_dtype), str(self.config.param_dtype)
+        digest = hashlib.sha256(repr((mine, told)).encode()).digest()
+        if not same_everywhere(int.from_bytes(digest[:7]), self.device):
+            raise ConfigError(
+                f"the ranks were given different models or configs; rank {self.rank} has sharding "
+                f"{self.sizes}, {len(cuts)} units of {sum(cut.elements for cut in cuts)} elements"
+            )
 
     def _make_unit(self, number: int, cut: Cut) -> Unit:
         config, layout = self.config, self._layouts[cut.family]

@@ -3,6 +3,7 @@
 On disk every tensor is flat: a rank writes the stretch of each parameter that its optimizer shard
 covers, under the parameter's name, through torch.distributed.checkpoint's safetensors storage.
 What is read back is cut anew, so another number of ranks or another tuple can go on from it.
+Persistent buffers, which every rank has whole, are those of the first rank that has them.
 
 Ranks write and read without talking: the storage layer's own planning would send pickled objects
 between them.
@@ -42,8 +43,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from asyncflow_core.errors import DataError
+from asyncflow_hzp.links import agree
 from asyncflow_hzp.optimizer import Optimizer
 from asyncflow_hzp.sharded import Sharded
+from asyncflow_hzp.units import parts_of
 
 __all__ = ["load_state", "named_whole", "read_stretches", "save_state", "write_stretches"]
 
@@ -120,7 +123,7 @@ def write_stretches(
     directory: Path, stretches: Mapping[str, tuple[torch.Tensor, int, int]], rank: int
 ) -> None:
     """Write stretches [values, start, total] by name, beside what other ranks write."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     if stretches:
         state = {name: _Stretch(*stretch) for name, stretch in stretches.items()}
         with _quiet():
@@ -133,29 +136,51 @@ def read_stretches(directory: Path, stretches: Mapping[str, tuple[torch.Tensor, 
     """Fill stretches with what any ranks wrote.
 
     Raises:
-        DataError: a tensor is missing, has another length, or a file is damaged.
+        DataError: a tensor is missing, has another length, or a file is damaged or missing.
     """
     state = {name: _Stretch(*stretch) for name, stretch in stretches.items()}
     if not state:
         return
-    try:
-        reader = HuggingFaceStorageReader(str(directory))
+    with _reading(directory) as reader:
         found = reader.read_metadata().state_dict_metadata
         for name, stretch in state.items():
-            size = getattr(found.get(name), "size", None)
-            if size != stretch.size():
-                raise DataError(
-                    f"checkpoint {directory}: tensor {name!r} has "
-                    f"{'nothing' if size is None else size.numel()}, the model has "
-                    f"{stretch.size().numel()} elements; shape and name must not differ"
-                )
+            _check_there(directory, name, stretch, found.get(name))
         with _quiet():
             planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             load(state, storage_reader=reader, planner=planner, no_dist=True)
+
+
+@contextmanager
+def _reading(directory: Path) -> Iterator[HuggingFaceStorageReader]:
+    """A reader; what it stumbles over becomes a DataError."""
+    try:
+        yield HuggingFaceStorageReader(str(directory))
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"{directory.parent} is no checkpoint of this model: {error}") from error
+
+
+def _check_there(directory: Path, name: str, stretch: _Stretch, found: Any) -> None:
+    """Refuse a tensor of another length, or of which no file has a part: it would stay unset."""
+    size = getattr(found, "size", None)
+    if size != stretch.size():
+        raise DataError(
+            f"checkpoint {directory}: tensor {name!r} has "
+            f"{'nothing' if size is None else size.numel()}, the model has "
+            f"{stretch.size().numel()} elements; shape and name must not differ, and every "
+            f"rank's file must be there"
+        )
+    (own,) = stretch.__create_chunk_list__()
+    at, stop = own.offsets[0], own.offsets[0] + own.sizes[0]
+    for start, length in sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in found.chunks):
+        if start <= at:
+            at = max(at, start + length)
+    if at < stop:
+        raise DataError(
+            f"checkpoint {directory}: no file has element {at} of tensor {name!r}; the file of "
+            f"the rank that wrote it is missing"
+        )
 
 
 def _weights(model: Sharded) -> dict[str, tuple[torch.Tensor, int, int]]:
@@ -171,13 +196,23 @@ def _weights(model: Sharded) -> dict[str, tuple[torch.Tensor, int, int]]:
     return found
 
 
+def _buffers(model: Sharded) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Persistent buffers by name, and whether this rank is the first that has them."""
+    parts = parts_of(model.module)
+    for prefix, module in model.module.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                yield name, buffer, model.rank < parts.get(id(module), 1)
+
+
 def _moments(
     optimizer: Optimizer,
 ) -> tuple[dict[str, tuple[torch.Tensor, int, int]], dict[str, Any]]:
     """Optimizer state: stretches by `<state>.<parameter>`, and what is one value for all."""
     found: dict[str, tuple[torch.Tensor, int, int]] = {}
     common: dict[str, Any] = {}
-    for unit, piece, entries in optimizer.layout():
+    for unit, piece, _, entries in optimizer.layout():
         for key, value in optimizer.state_of(unit, piece).items():
             if not isinstance(value, torch.Tensor):
                 common[key] = ["value", value]
@@ -190,11 +225,28 @@ def _moments(
     return found, common
 
 
-def save_state(directory: Path, model: Sharded, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Write this rank's part; returns what one rank must write beside it, fit for msgpack."""
+def save_state(
+    directory: Path | str, model: Sharded, optimizer: Optimizer | None
+) -> dict[str, Any]:
+    """Write this rank's part of parameters, persistent buffers and optimizer state.
+
+    Ranks do not wait for each other: meet at a barrier before anyone reads.
+
+    Args:
+        directory: on a file system that all ranks see; made if it is not there.
+        model: what `shard` returned.
+        optimizer: None writes no optimizer state.
+
+    Returns:
+        What one rank must keep beside it for `load_state`, fit for msgpack.
+    """
+    directory = Path(directory)
     first = {unit.name for unit in model.units if unit.layout.is_first_replica}
     names = {entry.name for unit in model.units if unit.name in first for entry in unit.entries}
     weights = {name: value for name, value in _weights(model).items() if name in names}
+    for name, buffer, first_has_it in _buffers(model):
+        if first_has_it:
+            weights[name] = (buffer.detach().reshape(-1), 0, buffer.numel())
     write_stretches(directory / "model", weights, model.rank)
     if optimizer is None:
         return {"kinds": [], "common": {}}
@@ -206,43 +258,86 @@ def save_state(directory: Path, model: Sharded, optimizer: Optimizer | None) -> 
 
 
 def load_state(
-    directory: Path, model: Sharded, optimizer: Optimizer | None, record: Mapping[str, Any]
+    directory: Path | str,
+    model: Sharded,
+    optimizer: Optimizer | None,
+    record: Mapping[str, Any],
 ) -> None:
     """Take over what `save_state` wrote and returned. All ranks call it.
 
-    Everything is read before anything is changed.
+    Everything is read, on all ranks, before anything is changed on any.
 
     Raises:
-        DataError: it does not fit the model, or is damaged.
+        DataError: it does not fit the model, or is damaged or not complete.
+        ServiceError: another rank could not read its part.
     """
+    directory = Path(directory)
+    buffers = {name: (torch.empty_like(b), b) for name, b, _ in _buffers(model)}
     weights = {
         name: (torch.empty_like(values), start, total)
         for name, (values, start, total) in _weights(model).items()
     }
-    read_stretches(directory / "model", weights)
+    whole = {name: (read.view(-1), 0, read.numel()) for name, (read, _) in buffers.items()}
     states: list[dict[str, Any]] = []
-    if optimizer is not None:
-        stretches: dict[str, tuple[torch.Tensor, int, int]] = {}
-        for _, piece, entries in optimizer.layout():
-            state: dict[str, Any] = {
-                key: torch.zeros_like(piece, requires_grad=False) for key in record["kinds"]
-            }
-            for key, flat in state.items():
-                for entry, begin, end, at in entries:
-                    own = flat.view(-1)[at : at + end - begin]
-                    stretches[f"{key}.{entry.name}"] = (own, begin, entry.param.numel())
-            for key, (kind, value) in record["common"].items():
-                state[key] = torch.tensor(value) if kind == "tensor" else value
-            states.append(state)
-        read_stretches(directory / "optimizer", stretches)
+    failure: DataError | None = None
+    try:
+        read_stretches(directory / "model", {**weights, **whole})
+        if optimizer is not None:
+            states = _read_moments(directory / "optimizer", model, optimizer, record)
+    except DataError as error:
+        failure = error
+    agree(failure, model.device)
     model.residency.drop_all()
     mine = _weights(model)
-    for name, (values, _, _) in weights.items():
-        mine[name][0].copy_(values)
+    with torch.no_grad():
+        for name, (values, _, _) in weights.items():
+            mine[name][0].copy_(values)
+        for read, buffer in buffers.values():
+            buffer.copy_(read)
     for unit in model.units:
         model.residency.publish(unit)
     if optimizer is not None:
         optimizer.restore(states)
+
+
+def _read_moments(
+    directory: Path, model: Sharded, optimizer: Optimizer, record: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The state of every stretch, in the order of `Optimizer.layout`.
+
+    Which tensors a parameter has, its group says: optimizers of different kinds have different
+    ones, and a rank that holds nothing of a group cannot know from its own.
+    """
+    kinds: dict[str, set[str]] = {}
+    if record["kinds"]:
+        with _reading(directory) as reader:
+            names = reader.read_metadata().state_dict_metadata
+        by_param: dict[str, set[str]] = {}
+        for key in names:
+            kind, param = key.split(".", 1)
+            by_param.setdefault(param, set()).add(kind)
+        for unit in model.units:
+            for entry in unit.entries if unit.trainable else ():
+                found = by_param.get(entry.name, set())
+                kinds.setdefault(optimizer.group_of(entry), set()).update(found)
+        missing = sorted(set(record["kinds"]) - set().union(*kinds.values()))
+        if missing:
+            raise DataError(f"checkpoint {directory} has no {missing} of any of its parameters")
+    states: list[dict[str, Any]] = []
+    stretches: dict[str, tuple[torch.Tensor, int, int]] = {}
+    for _, piece, group, entries in optimizer.layout():
+        state: dict[str, Any] = {
+            key: torch.zeros_like(piece, requires_grad=False) for key in kinds.get(group, ())
+        }
+        for key, flat in state.items():
+            for entry, begin, end, at in entries:
+                own = flat.view(-1)[at : at + end - begin]
+                stretches[f"{key}.{entry.name}"] = (own, begin, entry.param.numel())
+        for key, (kind, value) in record["common"].items():
+            state[key] = torch.tensor(value) if kind == "tensor" else value
+        states.append(state)
+    read_stretches(directory, stretches)
+    return states
 
 
 def named_whole(model: Sharded, *, master: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

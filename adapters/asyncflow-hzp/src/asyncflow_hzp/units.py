@@ -18,7 +18,7 @@ from torch import nn
 from asyncflow_core.errors import ConfigError
 from asyncflow_hzp.config import Units
 
-__all__ = ["DENSE", "Cut", "cut_units", "expert_parallel", "family_of"]
+__all__ = ["DENSE", "Cut", "cut_units", "expert_parallel", "family_of", "parts_in", "parts_of"]
 
 DENSE = "dense"
 _SMALL = 1 << 14
@@ -36,6 +36,21 @@ def family_of(module: nn.Module) -> str | None:
     """The family a module was marked with."""
     found: str | None = getattr(module, _FAMILY, None)
     return found
+
+
+def parts_in(family: str) -> int:
+    """Over how many neighbouring ranks a family's parameters are spread; 1 for dense ones."""
+    return 1 if family == DENSE else int(family.removeprefix("expert"))
+
+
+def parts_of(model: nn.Module) -> dict[int, int]:
+    """`parts_in` by id, of every module inside one that was marked."""
+    return {
+        id(module): parts_in(family)
+        for marked in model.modules()
+        if (family := family_of(marked))
+        for module in marked.modules()
+    }
 
 
 @dataclass(slots=True, eq=False)

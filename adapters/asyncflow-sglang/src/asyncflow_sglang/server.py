@@ -123,6 +123,11 @@ class Server:
         return self.health.state is State.READY and not self._switching and not self.paused
 
     @property
+    def known(self) -> bool:
+        """Whether it is ready, or usable but for the weights it carries."""
+        return self.ready or (self.greeted and self.fatal is not None)
+
+    @property
     def usable(self) -> bool:
         """Whether it can be given weights now, while requests run on it."""
         return self.health.state is State.READY

@@ -90,7 +90,9 @@ class SGLangRollout(Rollout):
     # Life.
 
     async def open(self) -> None:
-        """Start or find the servers; returns when all of them can take requests.
+        """Start or find the servers.
+
+        Returns when all of them can take requests, or carry weights of another run.
 
         Raises:
             EngineError: one cannot be used, or did not come up.
@@ -145,7 +147,7 @@ class SGLangRollout(Rollout):
     async def _all_up(self) -> None:
         """Wait for every server's first readiness, or say why one does not come."""
         deadline = time.monotonic() + self._options.start_timeout_s
-        while waiting := [s for s in self._servers.values() if not s.greeted]:
+        while waiting := [server for server in self._servers.values() if not server.known]:
             reasons = "; ".join(server.line for server in waiting)
             if any(server.gone for server in waiting) or time.monotonic() > deadline:
                 raise EngineError(f"{self._name} cannot be opened: {reasons}", service=self._name)

@@ -10,13 +10,11 @@ import dataclasses
 import logging
 import secrets
 import time
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncflow_core.batch import BatchRef, Key
 from asyncflow_core.errors import (
@@ -30,7 +28,7 @@ from asyncflow_core.wire import Client, Method, Peer, Server
 from asyncflow_store_zmq.arena import Arena
 from asyncflow_store_zmq.calls import check_call
 from asyncflow_store_zmq.durable import Durable, first_lease
-from asyncflow_store_zmq.incoming import Incoming
+from asyncflow_store_zmq.incoming import Incoming, facts_of
 from asyncflow_store_zmq.lane import lane_of
 from asyncflow_store_zmq.lane_server import LaneServer
 from asyncflow_store_zmq.payload import Written
@@ -216,8 +214,8 @@ class Controller:
             Written(*written),
             keys,
             Admission(names, samples, batch, partition, row_bytes),
-            _numbers(tokens),
-            _numbers(oldest),
+            facts_of(tokens),
+            facts_of(oldest),
         )
         try:
             lent = self._memory(memory, peer)
@@ -323,8 +321,8 @@ class Controller:
             peer,
             BatchRef(lease_id, fence, tuple(rows.tolist())),
             None if written is None else Written(*written),
-            () if tokens is None else _numbers(tokens),
-            () if oldest is None else _numbers(oldest),
+            () if tokens is None else facts_of(tokens),
+            () if oldest is None else facts_of(oldest),
             version,
         )
         return [
@@ -485,11 +483,6 @@ class Controller:
                 del self._hurries[who]
             self._table.pool.sweep(self._clock())
             self._follow()
-
-
-def _numbers(values: NDArray[np.int32]) -> array[int]:
-    """Facts of rows, int32 [rows]."""
-    return array("i", values.tobytes())
 
 
 def _policies(names: Sequence[str]) -> dict[str, LeasePolicy]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -177,16 +177,24 @@ class Piece(NamedTuple):
     repeat: int = 1
 
 
-def take(pieces: Sequence[Piece], names: Sequence[str]) -> dict[str, Column]:
-    """Columns of rows out of segments, one after another, copied.
+def _fresh(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
+def take(
+    pieces: Sequence[Piece], names: Sequence[str], room: Callable[[int], Bytes] = _fresh
+) -> dict[str, Column]:
+    """Columns of rows out of segments, one after another, copied into what `room` gives.
 
     Raises:
         DataError: a segment has no such column.
     """
-    return {name: finish(*join(pieces, name)) for name in names}
+    return {name: finish(*join(pieces, name, room)) for name in names}
 
 
-def join(pieces: Sequence[Piece], name: str) -> tuple[str, NDArray[Any], NDArray[np.int64] | None]:
+def join(
+    pieces: Sequence[Piece], name: str, room: Callable[[int], Bytes] = _fresh
+) -> tuple[str, NDArray[Any], NDArray[np.int64] | None]:
     """Kind, values and offsets of a column, copied; what an object is stays unknown."""
     found: list[NDArray[Any]] = []
     parts: list[NDArray[np.int64]] = []
@@ -209,8 +217,10 @@ def join(pieces: Sequence[Piece], name: str) -> tuple[str, NDArray[Any], NDArray
             parts.extend([offsets] * piece.repeat)
     if not found:
         raise DataError(f"no rows were asked of column {name!r}")
-    # `copy` of one piece, `concatenate` of several: either way the result is the caller's own.
-    values = found[0].copy() if len(found) == 1 else np.concatenate(found)
+    like = found[0]
+    memory = room(sum(part.nbytes for part in found)).view(like.dtype)
+    values = memory.reshape(sum(map(len, found)), *like.shape[1:])
+    np.concatenate(found, out=values)
     if not parts:
         return kind, values, None
     if len(parts) == 1:

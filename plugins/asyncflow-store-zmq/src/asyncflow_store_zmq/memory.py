@@ -21,6 +21,7 @@ from asyncflow_store_zmq.arena import UNIT, Arena
 from asyncflow_store_zmq.extents import LARGE_BYTES, LENT_BYTES
 from asyncflow_store_zmq.layout import Layout, Packed, Piece, finish, take
 from asyncflow_store_zmq.places import MAX_ENTRIES, entry_of
+from asyncflow_store_zmq.slabs import Slabs
 
 __all__ = [
     "Call",
@@ -195,6 +196,7 @@ class SharedMemory:
     def __init__(self, paths: Sequence[str]) -> None:
         """Map them; those that come later lie beside them, by number."""
         self._arenas = [Arena(Path(path)) for path in paths]
+        self._slabs = Slabs()
 
     def _arena(self, shard: int) -> Arena:
         while shard >= len(self._arenas):
@@ -216,7 +218,7 @@ class SharedMemory:
         for names, places in wanted.sources:
             chosen = [name for name in names if name in columns]
             if chosen:
-                found.update(take(self._pieces(wanted, places, layouts), chosen))
+                found.update(take(self._pieces(wanted, places, layouts), chosen, self._slabs.take))
         for _, shard, slot, _, _, _, _, generation in wanted.segments.values():
             if int(self._arena(shard).generations[slot]) != generation:
                 raise lost_rows()
