@@ -325,15 +325,13 @@ class WorkflowConfig(Section):
                 raise ValueError("too_stale has no effect with order batches; leave it out")
         elif self.preset != "async" or self.extra_groups or self.updates_per_step > 1:
             raise ValueError(
-                f"order ready_first takes preset async, no extra_groups and updates_per_step 1; got "
-                f"{self.preset}, {self.extra_groups} and {self.updates_per_step}"
+                f"order ready_first takes preset async, no extra_groups and updates_per_step 1; "
+                f"got {self.preset}, {self.extra_groups} and {self.updates_per_step}"
             )
 
 
 class EvaluationConfig(Section):
-    """Held-out prompts, answered with the weights before the first and after the last step, and
-    with published versions beside training.
-    """
+    """Held-out prompts, answered before the first step, after the last, and beside training."""
 
     every: int = Field(0, ge=0)
     """Versions from one evaluation beside training to the next; 0 for none."""

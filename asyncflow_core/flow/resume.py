@@ -40,6 +40,8 @@ TOTALS = TypeAdapter(Totals)
 """To and from plain values."""
 
 _FIXED = ("seed", "model", "tokenizer", "prompts", "workflow")
+_FREE = ("steps", "pacing")
+"""Of `workflow`."""
 _FIXED_PLUGINS = ("rollout", "trainer", "loss", "data_store")
 _FIXED_OF_STAGES = (
     "plugin",
@@ -117,7 +119,7 @@ def _fixed(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in _FIXED:
         value = values[name]
         if name == "workflow":
-            yield from ((f"{name}.{k}", v) for k, v in value.items() if k != "steps")
+            yield from ((f"{name}.{k}", v) for k, v in value.items() if k not in _FREE)
         else:
             yield name, value
     for name in _FIXED_PLUGINS:

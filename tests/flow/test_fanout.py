@@ -279,6 +279,37 @@ class Lossy(Trainer):
         return Batch({"logprobs": Column.ragged([], np.float32)})
 
 
+class Unreadable(InProcessDataStore):
+    """A store that cannot be read."""
+
+    async def read(self, ref, columns):
+        raise EngineError("disk gone")
+
+
+async def test_ranks_rank_that_cannot_read_keeps_in_step_and_then_fails_the_call():
+    """Ranks meet in a call: one that stays away would leave the others waiting."""
+    meeting = asyncio.Barrier(2)
+    trainers = [Meets(meeting) for _ in range(2)]
+    group = Ranks(TrainerRank(trainers[0], None), [TrainerRank(trainers[1], Unreadable())])
+    rows = [[], [BatchRef(0, 0, (1,))]]
+    with pytest.raises(ServiceError, match="rank 1 of 2 failed in forward_backward: disk gone"):
+        await asyncio.wait_for(group.forward_backward(rows, ("a",), LOSS, last=True), 5)
+    await group.zero_grad()
+    assert [trainer.calls for trainer in trainers] == [["forward_backward", "zero_grad"]] * 2
+
+
+class Meets(Trainer):
+    """Waits in each `forward_backward` for all ranks."""
+
+    def __init__(self, meeting):
+        super().__init__()
+        self.meeting = meeting
+
+    async def forward_backward(self, batch, loss, *, last):
+        await self.meeting.wait()
+        return await super().forward_backward(batch, loss, last=last)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 async def test_rank_call_out_of_order_raises(order):
     rank = TrainerRank(Trainer(), None)

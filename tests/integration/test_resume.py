@@ -1,6 +1,9 @@
 """Resuming a run: inside this process, ended between steps or by an error."""
 
+import contextlib
+import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +18,8 @@ pytestmark = pytest.mark.multiproc
 
 
 def lines(folder, name):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+    whole = (Path(folder) / name).read_text().rpartition("\n")[0]  # one may be on its way
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def weights(folder, version):
@@ -78,7 +82,7 @@ def test_sequential_runs_with_one_seed_are_bit_equal(inline, changes):
     assert_equal_weights(*made)
 
 
-@pytest.mark.parametrize("stop", [2, 3, 5, 7])
+@pytest.mark.parametrize("stop", [2, 5])
 def test_exact_resume_of_a_sequential_run_is_bit_equal_to_a_straight_one(inline, stop):
     changes = {"workflow__preset": "sequential", "workflow__steps": 8, **SAVED}
     straight = Flow(**inline(name="straight", **changes))
@@ -95,7 +99,7 @@ def test_exact_resume_of_a_sequential_run_is_bit_equal_to_a_straight_one(inline,
     assert lives == [0] * resumed.resumed_from + [1] * (8 - resumed.resumed_from)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("bound", [0, 2])
 def test_resume_of_an_async_run_trains_each_group_once(inline, bound):
     changes = {"workflow__max_staleness": bound, "workflow__steps": 9}
     broken = Flow(**inline(name="broken", **changes, checkpoint__every=3))
@@ -183,8 +187,7 @@ def test_resume_with_other_prompts_is_refused(inline):
         list(Flow.resume(flow.folder).run())
 
 
-@pytest.mark.parametrize("resume", ["reuse", "exact"])
-@pytest.mark.parametrize("preset", ["sequential", "async"])
+@pytest.mark.parametrize(("preset", "resume"), [("sequential", "exact"), ("async", "reuse")])
 def test_resume_with_a_durable_store(inline, preset, resume):
     pytest.importorskip("asyncflow_store_zmq")
     changes = {
@@ -206,6 +209,70 @@ def test_resume_with_a_durable_store(inline, preset, resume):
         straight = Flow(**inline(name="straight", **changes))
         list(straight.run())
         assert_equal_weights(weights(straight.folder, 8), weights(flow.folder, 8))
+
+
+def test_resume_from_an_older_checkpoint_than_the_store_knows(inline, caplog):
+    """The newest one was damaged and deleted: the store has let go of what it covered."""
+    pytest.importorskip("asyncflow_store_zmq")
+    durable = {"durability": "journal", "shards": 1}
+    flow = Flow(
+        **inline(
+            data_store={"plugin": "zmq", "options": durable},
+            workflow__steps=8,
+            checkpoint__every=2,
+        )
+    )
+    stop_after(flow, 5)
+    versions = sorted(int(path.name) for path in (flow.folder / "checkpoints").glob("[0-9]*"))
+    shutil.rmtree(flow.folder / "checkpoints" / str(versions[-1]))
+    resumed = Flow.resume(flow.folder)
+    assert resumed.resumed_from == versions[-2]
+    list(resumed.run())
+    assert "all rows that are not trained are generated again" in caplog.text
+    assert_each_group_once(flow.folder, 8)
+    assert resumed.summary.tokens_wasted_by_reason["resume"] > 0
+
+
+def generated(folder, version):
+    """Recorded rows that are not trained at a version: those of it or older ones, and later."""
+    newest = {
+        sample["key"]: max(found for found, _ in sample["versions"])
+        for sample in lines(folder, "samples.jsonl")
+        if sample["batch"] >= version
+    }
+    kept = {key for key, found in newest.items() if found <= version}
+    return kept, newest.keys() - kept
+
+
+async def test_durable_store_keeps_rows_of_the_checkpoints_versions_and_no_others(inline):
+    store = pytest.importorskip("asyncflow_store_zmq.store")
+    options = importlib.import_module("asyncflow_store_zmq.options")
+    durable = {"durability": "journal", "shards": 1}
+    changes = {
+        "workflow__steps": 40,
+        "workflow__max_staleness": 3,
+        "workflow__pacing": False,
+        "data_store": {"plugin": "zmq", "options": durable},
+        "checkpoint__every": 8,
+        "evaluation": None,
+    }
+    flow = Flow(**inline(**changes))
+    kept = void = set()
+    async with contextlib.aclosing(flow.stream()) as steps:
+        async for step in steps:
+            if 8 <= step.version < 15:
+                kept, void = generated(flow.folder, 8)
+                if kept and void:
+                    break
+    assert kept
+    assert void
+    where = options.ZmqOptions(directory=flow.folder / "store", max_staleness=3, **durable)
+    async with store.ZmqDataStore(where) as opened:
+        await opened.restore(8)
+        lease = await opened.lease("rollout", requester="test", version=1000)
+        again = {str(info.key) for info in lease.rows}
+    assert void <= again
+    assert not kept & again
 
 
 async def test_command_resumes_a_killed_run_and_says_from_where(started, tmp_path):

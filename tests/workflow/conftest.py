@@ -109,8 +109,9 @@ class Broken(Started):
 
     async def completed_by_resume(self, steps):
         """`--resume` to so many steps more; what it leaves is as if nothing had happened."""
+        (self.folder.parent / "full").unlink(missing_ok=True)
         folder, tree = self.folder, json.loads(self.config.read_text())
-        total = self.steps() + steps
+        total = self.steps() + steps  # of whole lines and, on a full disk, of a torn one
         resumed = Resumed(self, [f"workflow.steps={total}"])
         await eventually(lambda: resumed.process.poll() is not None, timeout_s=LIMIT_S)
         assert resumed.process.returncode == 0, resumed.output

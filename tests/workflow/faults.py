@@ -19,6 +19,7 @@ GIVEN_UP = "its process is ended and started again; its rows count as reward err
 
 NOTHING = "nothing"
 BEGUN = "responses that were begun are generated again"
+UNSAVED = "what no checkpoint holds"
 AFTER = "steps after the checkpoint are made again"
 
 Inject = Callable[[Any], Awaitable[None]]
@@ -174,8 +175,8 @@ FAULTS = (
           stop("store controller", 5.0), "", ZMQ),
     Fault("SIGSTOP of a shard of the store, SIGCONT after 5 s", UNHARMED, NOTHING,
           stop("store shard", 5.0), "", ZMQ),
-    Fault("SIGSTOP of the store's controller", ENDS, NOTHING, stop("store controller"),
-          "peer_lost", {**ZMQ, **LONG}),
+    Fault("SIGSTOP of the store's controller", RESUMES, AFTER, stop("store controller"),
+          "peer_lost", {**SAVED, **ZMQ, **LONG}),
     Fault("a rollout replica that is 20 times slower, of two", UNHARMED, NOTHING, settings={
         "rollout__replicas": 2, "rollout__plugin": "misbehave",
         "rollout__options__slow": "rollout-1", "rollout__rows_in_flight": 4,
@@ -185,17 +186,17 @@ FAULTS = (
                     "workflow__steps": 8}),
     Fault("the network between all processes and the store is cut for 5 s", UNHARMED, NOTHING, cut,
           "", TCP, place="network"),
-    Fault("the network between all processes and the store is cut for good", ENDS, NOTHING,
-          cut_for_good, "peer_lost", {**TCP, **LONG}, place="network"),
-    Fault("a full disk", ENDS, "what came after the disk was full", fill_the_disk,
-          "No space left on device", LONG, place="disk"),
+    Fault("the network between all processes and the store is cut for good", RESUMES, AFTER,
+          cut_for_good, "peer_lost", {**SAVED, **TCP, **LONG}, place="network"),
+    Fault("a full disk", RESUMES, AFTER, fill_the_disk,
+          "No space left on device", {**SAVED, **LONG}, place="disk"),
     Fault("a reward that never returns", GIVEN_UP, NOTHING, None, "did not return",
           reward("never_for_c", timeout_s=1.0), begins="now: never"),
     Fault("a reward that never returns and holds the GIL", GIVEN_UP, NOTHING, None, SAID_STUCK,
           {**reward("native_for_c"), **STUCK}, begins="now: native"),
     Fault("a reward that takes its process with it", GIVEN_UP, NOTHING, None, "ended with status 3",
           reward("ends_for_c"), begins="now: ends"),
-    Fault("a reward that never returns, on a thread of the run", ENDS, NOTHING, None,
+    Fault("a reward that never returns, on a thread of the run", ENDS, UNSAVED, None,
           "cannot be ended",
           {"stages__reward": {"plugin": "misbehave", "timeout_s": 1.0}, **LONG},
           begins="now: hangs"),
@@ -203,7 +204,7 @@ FAULTS = (
           NOTHING, None, "a reward failed and counts 0",
           {"stages__reward": {"function": "functions:raises", "kind": "reward"}}),
     Fault("a rollout engine that raises each time", "after 3 restarts the run ends and names it",
-          NOTHING, None, "the engine broke",
+          UNSAVED, None, "the engine broke",
           {"rollout__plugin": "misbehave", "rollout__options": {"at_generate": "raise"}},
           begins="now: raise"),
 )  # fmt: skip

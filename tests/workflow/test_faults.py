@@ -27,6 +27,8 @@ async def test_fault(fault, broken, noticed):
         await run.at_step(fault.at_step)
         begun = time.monotonic()
         await fault.inject(run)
+        if fault.inject is faults.kill_at_random:
+            begun = None  # the first of many
     elif fault.begins:
         begun = await run.begins(fault.begins)
     if fault.sign:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import socket
 import threading
 import time
 from pathlib import Path
@@ -19,10 +20,11 @@ from library_models import (
     train,
     weights_of,
 )
+from safetensors.torch import load_file, save_file
 from torch import distributed, multiprocessing
 
 import asyncflow_hzp as hzp
-from asyncflow_core.errors import EngineError
+from asyncflow_core.errors import ConfigError, DataError, EngineError, ServiceError
 from asyncflow_hzp.exchange import Exchange
 from asyncflow_hzp.layout import valid_sizes
 
@@ -38,7 +40,9 @@ MOE = [Case(experts=1), Case(experts=2, micro_batches=3, clip=0.5, checkpoint=Tr
 
 def start(check, world, *args):
     """Run `check(rank, world, *args)` on that many ranks; a failure fails here."""
-    port = random.randrange(20000, 40000)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     multiprocessing.spawn(_join, (world, port, check, args), nprocs=world)
 
 
@@ -111,7 +115,7 @@ def save(rank, world, path, sizes, case):
     weights = weights_of(model)
     model.close()
     if rank == 0:
-        torch.save(weights, path / "expected.pt")
+        save_file(weights, path / "expected.safetensors")
         (path / "record.json").write_text(json.dumps(record))
     distributed.barrier()
 
@@ -131,7 +135,7 @@ def resume(rank, world, path, sizes, case, *, batches_of, exact):
             # Rank r of the smaller world stands for ranks r * per_rank and following.
             (loss_of(model, rank * per_rank + micro, 0, step) / per_rank).backward()
         optimizer.step()
-    found, expected = weights_of(model), torch.load(path / "expected.pt")
+    found, expected = weights_of(model), load_file(path / "expected.safetensors")
     model.close()
     for name, tensor in expected.items():
         worst = float((found[name] - tensor).abs().max())
@@ -163,18 +167,20 @@ def check_delays(rank, world, steps):
 
     Exchange._swap = slow
     case = Case(optimizer="adamw", micro_batches=2, accumulate="shard")
-    model, optimizer = make_sharded(case, (2, 4, 4))
+    model, optimizer = make_sharded(case, (2, 4, 4), timeout_s=60)  # a deadlock ends in words
     for block in model.module.layers:
         block.register_forward_pre_hook(lambda *_: time.sleep(chance.random() * 0.002))
-    started = time.perf_counter()
     for _ in range(steps // 2):
         train(model, optimizer, case, range(2))
-    assert time.perf_counter() - started < 120
-    digest = torch.stack([tensor.double().sum() for tensor in weights_of(model).values()])
-    same = [torch.empty_like(digest) for _ in range(world)]
-    distributed.all_gather(same, digest)
-    assert all(torch.equal(one, digest) for one in same)
+    assert same_on_all(weights_of(model), world)
     model.close()
+
+
+def same_on_all(weights, world):
+    digest = torch.stack([tensor.double().sum() for tensor in weights.values()])
+    found = [torch.empty_like(digest) for _ in range(world)]
+    distributed.all_gather(found, digest)
+    return all(torch.equal(one, digest) for one in found)
 
 
 def check_idle(rank, world):
@@ -213,19 +219,70 @@ def check_error(rank, world):
 
 
 def check_meta(rank, world):
-    """A model made on the meta device gets memory and the first rank's values."""
-    torch.manual_seed(rank)
-    with torch.device("meta"):
-        net = make_net(Case(tied=True))
-    model = hzp.shard(net, hzp.Config(sharding=(world, world, world), units=type(net.layers[0])))
-    weights = weights_of(model)
-    assert not any(tensor.is_meta for tensor in weights.values())
-    assert float(weights["layers.0.up.weight"].std()) > 0.01
-    digest = torch.stack([tensor.double().sum() for tensor in weights.values()])
-    same = [torch.empty_like(digest) for _ in range(world)]
-    distributed.all_gather(same, digest)
-    assert all(torch.equal(one, digest) for one in same)
-    loss_of(model, rank, 0, 0).backward()
+    """A model made on the meta device gets memory and the first rank's values.
+
+    A module whose parameters are in two units (one is frozen) is initialised once for each.
+    """
+    for sizes in ((world, world, world), (1, 1, 1)):
+        with torch.device("meta"):
+            net = make_net(Case(tied=True))
+        net.layers[0].up.bias.requires_grad_(False)
+        torch.manual_seed(rank)
+        model = hzp.shard(net, hzp.Config(sharding=sizes, units=type(net.layers[0])))
+        weights = weights_of(model)
+        assert not any(tensor.is_meta for tensor in weights.values())
+        assert float(weights["layers.0.up.weight"].std()) > 0.01
+        assert same_on_all(weights, world)
+        assert all(torch.equal(weights[name], t) for name, t in hzp.named_whole(model))
+        loss_of(model, rank, 0, 0).backward()
+        model.close()
+
+
+def check_mismatch(rank, world):
+    """Ranks with different tuples are told so, before anyone waits for another."""
+    with pytest.raises(ConfigError, match=rf"different models or configs; rank {rank} has"):
+        make_sharded(Case(), (2, 2, 2) if rank else (1, 2, 2))
+
+
+def check_zero(rank, world):
+    """A backward on one rank alone can be thrown away, and leaves nothing behind."""
+    case = Case()
+    expected, _ = expected_run(world, case)
+    model, optimizer = make_sharded(case, (1, 1, 1), timeout_s=60)
+    if rank == 0:
+        loss_of(model, 0, 0, 0).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, case, range(STEPS))
+    found = weights_of(model)
+    model.close()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), (rank, name)
+
+
+def check_lost_file(rank, world, path):
+    """Without one rank's file nothing is loaded, on no rank, and nothing is changed."""
+    case = Case(optimizer="adamw")
+    model, optimizer = make_sharded(case, (2, 2, 2), timeout_s=60)
+    train(model, optimizer, case, range(1))
+    record = hzp.save_state(path, model, optimizer)
+    train(model, optimizer, case, range(1, 2))
+    before = weights_of(model)
+    for part, number in (("model", 0), ("model", 1), ("optimizer", 0), ("optimizer", 1)):
+        distributed.barrier()
+        file = sorted((Path(path) / part).glob("*.safetensors"))[number]
+        distributed.barrier()
+        if rank == 0:
+            file.rename(f"{file}.away")
+        distributed.barrier()
+        with pytest.raises((DataError, ServiceError), match=r"file must be there|another rank"):
+            hzp.load_state(path, model, optimizer, record)
+        after = weights_of(model)
+        assert all(torch.equal(before[name], after[name]) for name in before), (rank, part)
+        distributed.barrier()
+        if rank == 0:
+            Path(f"{file}.away").rename(file)
+    distributed.barrier()
+    hzp.load_state(path, model, optimizer, record)
     model.close()
 
 

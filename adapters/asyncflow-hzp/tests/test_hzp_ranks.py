@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,21 @@ from asyncflow_core.errors import ConfigError
 from asyncflow_core.parts import PartContext
 
 HERE = Path(__file__).parent
+
+
+async def started(program, *arguments):
+    """Two processes, a rank each."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    path = os.pathsep.join([str(HERE), *sys.path])
+    return [
+        await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(HERE / program),
+            *arguments,
+            env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": path},
+        )
+        for rank in range(2)
+    ]
 
 
 @pytest.mark.multiproc
@@ -32,19 +48,7 @@ HERE = Path(__file__).parent
     ids=str,
 )
 async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, options):
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    path = os.pathsep.join([str(HERE), *sys.path])
-    processes = [
-        await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(HERE / "rank_process.py"),
-            str(model_dir),
-            str(tmp_path),
-            json.dumps(options),
-            env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": path},
-        )
-        for rank in range(2)
-    ]
+    processes = await started("rank_process.py", str(model_dir), str(tmp_path), json.dumps(options))
     assert [await process.wait() for process in processes] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     names = [set(found["exported"]) for found in (first, second)]
@@ -68,6 +72,23 @@ async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, options):
         np.testing.assert_allclose(found, logprobs["logprobs"][row], atol=1e-3)
         np.testing.assert_allclose(found, again["logprobs"][row], atol=1e-5)
         np.testing.assert_allclose(found, plain_logprobs(written, batch, row), atol=1e-5)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("how", ["fail", "die"])
+async def test_a_rank_lost_in_a_call_ends_the_other_long_before_its_timeout(
+    model_dir, tmp_path, how
+):
+    processes = await started("failing_rank.py", str(model_dir), str(tmp_path), how)
+    codes = [await process.wait() for process in processes]
+    assert codes == [0, -signal.SIGKILL if how == "die" else 0]
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert found
+    assert all("peer" in error for error in found)
+    if how == "fail":
+        first, second = json.loads((tmp_path / "1.json").read_text())
+        assert first == "trainer failed: RuntimeError: out of memory"
+        assert "left the others after it failed (out of memory); open all ranks again" in second
 
 
 async def test_ranks_without_a_launcher_are_refused(model_dir, monkeypatch):

@@ -22,6 +22,7 @@ from library_ranks import (
     check_save,
     start,
 )
+from torch import nn
 
 import asyncflow_hzp as hzp
 from asyncflow_core.errors import ConfigError, ServiceError
@@ -51,6 +52,9 @@ def test_two_ranks_train_as_plain_resume_and_fail_by_name(tmp_path):
         ("check_meta", ()),
         ("check_traffic", ((2, 2, 2), 3, 2.0)),
         ("check_resume", (str(tmp_path / "a"), (2, 2, 2), (1, 1, 2))),
+        ("check_mismatch", ()),
+        ("check_zero", ()),
+        ("check_lost_file", (str(tmp_path / "lost" / "one"),)),
         ("check_error", ()),
     ]
     start(check_each, 2, checks)
@@ -122,6 +126,75 @@ def test_muon_for_matrices_updates_as_torch_does():
     model.close()
     assert torch.equal(found["layers.1.up.weight"], expected)
     assert torch.equal(found["head.weight"], plain["head.weight"])
+
+
+def test_two_kinds_of_optimizer_resume_as_one_run(tmp_path):
+    def begin():
+        model = hzp.shard(make_net(Case()), hzp.Config(units=UNITS))
+        optimizer = hzp.Optimizer(
+            model,
+            torch.optim.AdamW,
+            groups={"matrices": {"kind": torch.optim.Muon, "whole": True, "lr": 0.02}},
+            group_of=lambda name, _: "matrices" if name.endswith("up.weight") else "default",
+            lr=1e-3,
+        )
+        return model, optimizer
+
+    straight, other = begin(), begin()
+    train(*straight, Case(), range(1))
+    record = hzp.save_state(tmp_path, *straight)
+    train(*straight, Case(), range(1, 3))
+    train(*other, Case(), [7])
+    hzp.load_state(tmp_path, *other, record)
+    train(*other, Case(), range(1, 3))
+    expected, found = weights_of(straight[0]), weights_of(other[0])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for model, _ in (straight, other):
+        model.close()
+
+
+def test_group_that_is_not_there_refused():
+    model = hzp.shard(make_net(Case()), hzp.Config(units=UNITS))
+    with pytest.raises(ConfigError, match=r"the group 'plian'; groups are default, plain"):
+        hzp.Optimizer(
+            model, torch.optim.SGD, groups={"plain": {}}, group_of=lambda *_: "plian", lr=1.0
+        )
+    model.close()
+
+
+class Scaled(nn.Module):
+    """No parameter of its own; a buffer that is saved and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.empty(4))
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+        self.register_buffer("cache", torch.empty(2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        for buffer in self.buffers():
+            buffer.fill_(2)
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.scale
+
+
+def test_buffers_are_made_saved_and_loaded(tmp_path):
+    with torch.device("meta"):
+        net = nn.Sequential(Scaled(), nn.Linear(4, 4))
+    model = hzp.shard(net)
+    assert model(torch.ones(1, 4)).isfinite().all()
+    net[0].scale.fill_(3.0)
+    record = hzp.save_state(tmp_path, model, None)
+    for buffer in net.buffers():
+        buffer.zero_()
+    hzp.load_state(tmp_path, model, None, record)
+    model.close()
+    assert net[0].scale.tolist() == [3.0] * 4
+    assert int(net[0].count) == 3
+    assert net[0].cache.tolist() == [0.0] * 2
 
 
 def test_sizes_that_do_not_fit_refused():

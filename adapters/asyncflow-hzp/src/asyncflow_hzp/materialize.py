@@ -46,7 +46,19 @@ def materialize(
     cut.named = [(name, made[param]) for name, param in cut.named]
     with torch.no_grad():
         for module in holders:
+            kept = _put_aside(module, set(made.values()))
             (init or _reset)(module)
+            module._parameters.update(kept)
+
+
+def _put_aside(module: nn.Module, made: set[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Let copies take the values that are meant for parameters which have theirs already."""
+    kept = {}
+    for key, param in module._parameters.items():
+        if param is not None and param not in made and not param.is_meta:
+            kept[key] = param
+            module._parameters[key] = nn.Parameter(torch.empty_like(param), param.requires_grad)
+    return kept
 
 
 def materialize_buffers(

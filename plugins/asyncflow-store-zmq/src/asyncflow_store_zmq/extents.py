@@ -235,7 +235,11 @@ class ExtentPool:
         extent = segment.extent
         extent.segments -= 1
         self.nbytes -= segment.nbytes
-        extent.dead.append((now, segment.start, segment.nbytes))
+        start, nbytes = segment.start, segment.nbytes
+        if extent.dead and sum(extent.dead[-1][1:]) == start:  # mostly they die as they were born
+            _, start, before = extent.dead.pop()
+            nbytes += before
+        extent.dead.append((now, start, nbytes))
         self._settle(extent)
 
     def _settle(self, extent: Extent) -> None:
