@@ -37,7 +37,7 @@ from asyncflow_core.flow.run_dir import RunDirectory
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.wire import Client, remote
 
-__all__ = ["LocalLauncher", "LocalOptions", "LocalProcess"]
+__all__ = ["FINAL_STATUS", "LocalLauncher", "LocalOptions", "LocalProcess"]
 
 _LAST_LINES = 12
 _DEATH_GRACE_S = 1.0

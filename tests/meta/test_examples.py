@@ -11,6 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from asyncflow_core import Flow
+from asyncflow_core.config import ModelConfig, StageConfig
 from asyncflow_core.registry import PluginEntry, Registry
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,19 @@ def importable_examples(monkeypatch):
 def test_stages_of_the_guide_make_a_sound_run(importable_examples):
     page = (ROOT / "docs" / "guides" / "rewards-and-stages.md").read_text("utf-8")
     blocks = [YAML(typ="safe").load(b) for b in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
-    stages = {name: stage for block in blocks for name, stage in block["stages"].items()}
+    with_models = [block for block in blocks if "models" in block]
+    for block in with_models:  # of engines and checkpoints that are not here
+        for model in block["models"].values():
+            ModelConfig.model_validate(model)
+        for stage in block["stages"].values():
+            assert StageConfig.model_validate(stage).model in block["models"]
+    assert with_models
+    stages = {
+        name: stage
+        for block in blocks
+        if "models" not in block
+        for name, stage in block["stages"].items()
+    }
     assert sorted(stages) == ["advantage", "reward"]
     config = ROOT / "examples" / "next_letter" / "config.yaml"
     plan = Flow.from_config(config, {"stages": stages}).plan
