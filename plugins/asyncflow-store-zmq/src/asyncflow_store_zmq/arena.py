@@ -6,7 +6,9 @@ lent to another writer meanwhile shows itself, so readers need no lock and pin n
 
 Pages are reserved with `posix_fallocate` before they are written (a full file system is an error,
 never a SIGBUS), and given back by punching holes, so that one living row keeps its own pages and
-not the memory around it.
+not the memory around it. All of a hole reads as zeros, also where it shares a page with others, and
+no segment begins with a zero (see `layout.py`): so a reader that comes too late for memory that
+was not lent again sees that too.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class Arena:
             )
         self.data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.generations: NDArray[np.uint32] = self.data[:UNIT].view(np.uint32)
+        self._words: NDArray[np.int64] = self.data.view(np.int64)
 
     @property
     def identity(self) -> int:
@@ -93,10 +96,20 @@ class Arena:
                 f"capacity_bytes, or give the file system more room"
             ) from error
 
+    def holds(self, start: int, slot: int, generation: int) -> bool:
+        """Whether the segment at `start` is still there: for who has just copied it."""
+        return int(self.generations[slot]) == generation and bool(self._words[start >> 3])
+
     def punch(self, start: int, nbytes: int) -> None:
-        """Give back the whole pages of a range."""
-        first = -(-start // _PAGE) * _PAGE
-        last = (start + nbytes) // _PAGE * _PAGE
+        """Make a range zeros, and give back its whole pages."""
+        end = start + nbytes
+        first = min(end, -(-start // _PAGE) * _PAGE)
+        last = max(first, end // _PAGE * _PAGE)
+        # First what pages keep, the beginnings of segments above all. Not through the mapping,
+        # which would raise SIGBUS if a page were not there.
+        for position, after in ((start, first), (last, end)):
+            if after > position:
+                os.pwrite(self._fd, bytes(after - position), position)
         if last > first and _libc.fallocate(
             self._fd, _PUNCH_HOLE, ctypes.c_long(first), ctypes.c_long(last - first)
         ):
@@ -116,4 +129,4 @@ class Arena:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        del self.generations, self.data
+        del self.generations, self._words, self.data

@@ -1,9 +1,10 @@
 """How the rows of one put or commit lie in memory: columnar, ragged, never padded.
 
 A *segment* is what one call wrote, in one piece. It begins with int64 [2 * columns]: for each
-column where its values and where its offsets begin, in bytes from the segment's start. A ragged
-column has int64 [rows + 1] offsets in values; an object column is a ragged column of bytes, one
-msgpack value a row. A *layout* says what the columns are; many segments share one.
+column where its values and where its offsets begin, in bytes from the segment's start; the first
+number is never 0, which says that the segment is gone (see `arena.py`). A ragged column has int64
+[rows + 1] offsets in values; an object column is a ragged column of bytes, one msgpack value a row.
+A *layout* says what the columns are; many segments share one.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ else goes through the shards' sockets as raw frames. Methods are generators of `
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow_core.batch import Column
-from asyncflow_core.errors import LeaseLostError
+from asyncflow_core.errors import DataError, LeaseLostError
 from asyncflow_store_zmq.arena import UNIT, Arena
 from asyncflow_store_zmq.extents import LARGE_BYTES, LENT_BYTES
 from asyncflow_store_zmq.layout import Layout, Packed, Piece, finish, take
@@ -150,7 +150,8 @@ class Memory(Protocol):
         """Copy columns out: name to column.
 
         Raises:
-            LeaseLostError: the memory was lent anew meanwhile, so the rows are no longer there.
+            LeaseLostError: the memory was given away, so the rows are no longer there.
+            DataError: what a writer left there has not the form it said.
         """
 
     def close(self) -> None:
@@ -215,21 +216,39 @@ class SharedMemory:
     def read(self, wanted: Wanted, columns: Sequence[str], layouts: dict[int, Layout]) -> Steps:
         """One copy, no message; see `Arena` for why nothing has to be locked."""
         found: dict[str, Column] = {}
-        for names, places in wanted.sources:
-            chosen = [name for name in names if name in columns]
-            if chosen:
-                found.update(take(self._pieces(wanted, places, layouts), chosen, self._slabs.take))
-        for _, shard, slot, _, _, _, _, generation in wanted.segments.values():
-            if int(self._arena(shard).generations[slot]) != generation:
-                raise lost_rows()
+        used: set[int] = set()  # a lease's other segments may be gone: committed row by row
+        try:
+            for names, places in wanted.sources:
+                chosen = [name for name in names if name in columns]
+                if chosen:
+                    pieces = self._pieces(wanted, places, layouts, used)
+                    found.update(take(pieces, chosen, self._slabs.take))
+        except DataError:
+            if self._holds(wanted, used):
+                raise
+            raise lost_rows() from None
+        if not self._holds(wanted, used):
+            raise lost_rows()
         return found
         yield
 
+    def _holds(self, wanted: Wanted, used: Iterable[int]) -> bool:
+        for number in used:
+            _, shard, slot, start, _, _, _, generation = wanted.segments[number]
+            if not self._arena(shard).holds(start, slot, generation):
+                return False
+        return True
+
     def _pieces(
-        self, wanted: Wanted, places: NDArray[np.int64], layouts: dict[int, Layout]
+        self,
+        wanted: Wanted,
+        places: NDArray[np.int64],
+        layouts: dict[int, Layout],
+        used: set[int],
     ) -> list[Piece]:
         pieces = []
         for number, first, last, repeat in pieces_of(places):
+            used.add(number)
             _, shard, _, start, nbytes, rows, layout, _ = wanted.segments[number]
             data = self._arena(shard).data[start : start + nbytes]
             pieces.append(Piece(data, layouts[layout], rows, first, last, repeat))

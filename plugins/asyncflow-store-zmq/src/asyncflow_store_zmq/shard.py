@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow_core.errors import WireDecodeError
+from asyncflow_core.errors import DataError, WireDecodeError
 from asyncflow_core.wire import Method, Server
 from asyncflow_store_zmq.arena import ARENA_BYTES, UNIT, Arena
 from asyncflow_store_zmq.layout import Layout, Piece, join
@@ -57,7 +57,7 @@ class Shard:
             self._arena.data[start : start + data.nbytes] = data
 
     def take(self, m: list[Any]) -> list[Any] | None:
-        """[runs, names]: columns cut out of segments; None where the memory was lent anew.
+        """[runs, names]: columns cut out of segments; None where the memory was given away.
 
         A run is [slot, generation, start, nbytes, layout, rows, first, last, repeat].
         """
@@ -67,10 +67,18 @@ class Shard:
             _check(start, nbytes)
             data = self._arena.data[start : start + nbytes]
             pieces.append(Piece(data, Layout.load(layout), *rows))
-        found = [list(join(pieces, name)) for name in names]
-        generations = self._arena.generations
-        same = all(int(generations[slot]) == generation for slot, generation, *_ in runs)
-        return found if same else None
+        try:
+            found = [list(join(pieces, name)) for name in names]
+        except DataError:
+            if self._holds(runs):
+                raise
+            return None
+        return found if self._holds(runs) else None
+
+    def _holds(self, runs: list[Any]) -> bool:
+        return all(
+            self._arena.holds(start, slot, generation) for slot, generation, start, *_ in runs
+        )
 
     def sync(self, m: list[Any]) -> None:
         """Everything on the disk."""
