@@ -84,12 +84,13 @@ class Space:
         self._wish = min(LARGE_BYTES, max(LENT_BYTES, 8 * nbytes))
         if nbytes > LARGE_BYTES:
             return None
-        if self._now is not None and self._now.position + nbytes > self._now.end:
-            self._full.append(self._now)
-            self._now = None
-        if self._now is None:
+        while self._now is None or self._now.position + nbytes > self._now.end:
+            if self._now is not None:
+                self._full.append(self._now)
             self._now, self._next = self._next, None
-        return None if self._now is None else self._cut(self._now, nbytes)
+            if self._now is None:
+                return None
+        return self._cut(self._now, nbytes)
 
     def take_from(self, reply: Sequence[int], nbytes: int) -> tuple[Lent, int]:
         """Room in an extent that was asked for; a large segment has its own."""
