@@ -74,7 +74,13 @@ test-weights: $(VENV)/installed-dev
 
 # Runs whose processes are killed, stopped, starved and cut off, and runs that are resumed.
 test-workflow: $(VENV)/installed-dev
+	@$(BIN)/python examples/spell_backward/prepare.py
 	$(SLOW) -s tests/workflow
+
+# Real SGLang servers on the CPU, in an environment of their own; killed and hung ones too.
+test-sglang: $(VENV)/installed-dev
+	@$(BIN)/python adapters/asyncflow-sglang/cpu/make.py .venv-sglang
+	$(SLOW) adapters/asyncflow-sglang
 
 # The main job, as a user starts it, and what it must have learned.
 test-demo: demo

@@ -52,7 +52,10 @@ SECTIONS = (
     ("`rollout`", config.RolloutConfig),
     ("`rollout.sampling`", config.SamplingConfig),
     ("`trainer`", config.TrainerConfig),
+    ("`models.NAME`", config.ModelConfig),
     ("`stages.NAME`", config.StageConfig),
+    ("`checkpoint`", config.CheckpointConfig),
+    ("`watchdog`", config.WatchdogConfig),
     ("`evaluation`", config.EvaluationConfig),
     (
         "`tokenizer`, `prompts`, `loss`, `data_store`, `weight_sync`, `launcher`",

@@ -116,15 +116,30 @@ class Changes:
                     picks.append((block, view, mask))
             return picks
         while not budget.full and (window := self._window(task, version, policy.window)):
-            for one in policy.order(window, requester=requester, holders=task.holders):
-                mask = budget.take(one.block, one.mask, whole=whole)
+            before = len(picks)
+            try:
+                order = list(policy.order(window, requester=requester, holders=task.holders))
+            except Exception:  # of a plugin: no row is lost by it
+                self._put_back(task, window)
+                for block, view, _ in reversed(picks):
+                    self._settle(block, front=view)
+                raise
+            for one in order:
+                offered = one.mask & one.view.offered  # nothing, if it is named twice
+                mask = budget.take(one.block, offered, whole=whole) if offered else 0
                 if mask:
                     task.take(one.block, one.view, mask)
                     picks.append((one.block, one.view, mask))
-            for one in reversed(window):  # what was not taken keeps its place
-                if one.view.offered:
-                    task.queue.push(one.block, front=True)
+            self._put_back(task, window)
+            if len(picks) == before:  # the order left everything out
+                break
         return picks
+
+    def _put_back(self, task: Task, window: Sequence[Candidate]) -> None:
+        """What was not taken keeps its place."""
+        for one in reversed(window):
+            if one.view.offered:
+                task.queue.push(one.block, front=True)
 
     def _window(self, task: Task, version: int | None, most: int) -> list[Candidate]:
         """The first groups of a queue, whose blocks are out of it from now on."""

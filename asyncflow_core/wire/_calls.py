@@ -100,7 +100,8 @@ def cancel(running: Running, why: Literal["timeout", "cancelled"]) -> None:
     """End it from outside; the first reason counts."""
     if not running.why and running.task is not None:
         running.why = why
-        running.task.cancel()
+        # Not before its first step: what the call holds would never be let go.
+        asyncio.get_running_loop().call_soon(running.task.cancel)
 
 
 def window_of(rest: list[Any]) -> int:

@@ -59,3 +59,53 @@ def test_limit_in_tokens_hands_out_what_fits_and_at_least_a_row(filled):
     assert leased(ledger, limit_tokens=8) == [0]
     assert leased(ledger, limit_tokens=8) == [1, 2]
     assert leased(ledger, limit_tokens=8, limit_rows=5) == [3]
+
+
+class Odd:
+    """Of a plugin that does not keep its word."""
+
+    window = 2
+
+    def __init__(self, order):
+        self._order = order
+
+    def order(self, candidates, *, requester, holders):
+        return self._order(candidates)
+
+
+def with_policy(order, count=6):
+    ledger = Ledger(capacity_rows=100, capacity_bytes=0, policies={"odd": Odd(order)})
+    ledger.register(TaskSpec("train", ("response_ids",)))
+    for sequence in range(count):
+        ledger.put(GroupKey(0, 0, sequence), Admission(("response_ids",)), tokens=1)
+    return ledger
+
+
+def test_group_named_twice_is_handed_out_once():
+    ledger = with_policy(lambda candidates: [*candidates, *candidates])
+    assert leased(ledger, policy="odd") == [0, 1, 2, 3, 4, 5]
+    assert ledger.lease(0.0, "train", requester="b") is None
+
+
+def test_order_that_leaves_all_out_hands_out_nothing_and_ends():
+    ledger = with_policy(lambda candidates: [])
+    assert ledger.lease(0.0, "train", requester="a", policy="odd") is None
+    assert leased(ledger) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_order_that_raises_loses_no_row(good):
+    calls = []
+
+    def order(candidates):
+        calls.append(1)
+        if len(calls) > good:
+            raise RuntimeError("of a plugin")
+        return candidates
+
+    ledger = with_policy(order)
+    with pytest.raises(RuntimeError, match="of a plugin"):
+        leased(ledger, policy="odd")
+    stats = ledger.stats().tasks["train"]
+    assert (stats.ready, stats.leased) == (6, 0)
+    assert leased(ledger) == [0, 1, 2, 3, 4, 5]

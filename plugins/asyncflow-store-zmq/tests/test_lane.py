@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import struct
@@ -18,12 +19,15 @@ from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.errors import ConfigError, PeerLostError, ProtocolError, WireDecodeError
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.aio import eventually
-from asyncflow_core.wire import WIRE_VERSION, Limits, encode
+from asyncflow_core.wire import WIRE_VERSION, Limits, decode, encode
 from asyncflow_store_zmq.blocking import BlockingStore
 from asyncflow_store_zmq.lane import Inbox, framed, lane_of
 from asyncflow_store_zmq.lane_client import LaneClient
+from asyncflow_store_zmq.layout import pack
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.store import ZmqDataStore
+
+from .conftest import TOKEN
 
 TASK = TaskSpec("train", ("score",))
 
@@ -201,3 +205,48 @@ async def test_end_of_the_store_is_seen_at_once(store):
     with pytest.raises(PeerLostError):
         client.stats()
     client.close()
+
+
+async def test_put_of_a_client_cut_off_before_it_began_to_wait_keeps_no_memory(store, connect):
+    with blocking(store) as client:
+        client.register(TASK)
+        put(client, 0, count=10_000)  # no room for more
+        before = client.stats().bytes
+        sock = connect()
+        sock.sendall(hello(store))
+        assert sock.recv(100)
+        sock.sendall(b"".join(framed(encode([1, "lend", [1000, []]]))))
+        inbox = Inbox(Limits())
+        while (parts := inbox.take()) is None:
+            inbox.add(sock.recv(1000))
+        _, (shard, slot, _) = decode(parts, limits=Limits())
+        packed = pack(Batch({"score": Column.dense(np.zeros(1), np.float32)}))
+        written = [shard, slot, slot << 20, packed.nbytes, 1, packed.layout.dump()]
+        facts = [np.array([[7, 0, 0]]), np.zeros(1, np.int32), np.full(1, -1, np.int32)]
+        call = [2, "put", [written, *facts, 1, None, "train", 0, None, [[], 0]]]
+        sock.sendall(b"".join([*framed(encode(call)), bytes(4)]))  # a message of no parts
+        assert sock.recv(100) == b""
+        await eventually(lambda: client.stats().bytes == before, timeout_s=10.0)
+        assert client.stats().waiting_puts == 0
+
+
+async def test_clients_without_a_descriptor_to_let_them_in_wait_and_cost_little(serve, caplog):
+    async with serve() as options:
+        sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(4)]
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(s.fileno() for s in sockets), allowed[1]))
+        try:
+            for sock in sockets:
+                sock.setblocking(False)
+                sock.connect(str(lane_of(options["connect"])))
+            for _ in range(1000):  # rounds of the loop that serves them
+                await asyncio.sleep(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+        told = [record for record in caplog.records if "let in" in record.message]
+        assert len(told) == 1
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            await loop.sock_sendall(sock, b"".join(framed(encode([WIRE_VERSION, TOKEN, "raw"]))))
+            assert await asyncio.wait_for(loop.sock_recv(sock, 100), 30.0)
+            sock.close()

@@ -1,6 +1,8 @@
-"""Memory that was given back: who reads too late is told so, and who still holds rows reads them."""
+"""Memory that was given back: who reads too late is told so, who still holds rows reads them."""
 
 from __future__ import annotations
+
+import asyncio
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from asyncflow_core.errors import LeaseLostError
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_store_zmq import extents
 from asyncflow_store_zmq.arena import UNIT, Arena
+from asyncflow_store_zmq.controller import Controller
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.store import ZmqDataStore
 
@@ -45,7 +48,7 @@ def test_hole_is_zeros_and_what_lies_around_it_stays(tmp_path_factory, start, nb
 async def test_rows_whose_pages_were_given_back_are_lost_not_zeros(serve, monkeypatch, tcp, width):
     monkeypatch.setattr(extents, "_GRACE_S", -1.0)
     async with (
-        serve(tcp=tcp) as options,
+        serve(tcp=tcp, capacity_rows=20_000) as options,
         ZmqDataStore(ZmqOptions(**options)) as reader,
         ZmqDataStore(ZmqOptions(**options)) as producer,
     ):
@@ -67,7 +70,10 @@ async def test_rows_whose_pages_were_given_back_are_lost_not_zeros(serve, monkey
 
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_rest_of_a_lease_is_read_after_the_others_memory_was_lent_again(serve, tcp):
-    async with serve(tcp=tcp) as options, ZmqDataStore(ZmqOptions(**options)) as reader:
+    async with (
+        serve(tcp=tcp, capacity_rows=20_000) as options,
+        ZmqDataStore(ZmqOptions(**options)) as reader,
+    ):
         await reader.register(TASK)
         async with ZmqDataStore(ZmqOptions(**options)) as first:
             await first.put(groups(500, 1.0), keys=keys(0, 500))  # an extent of its own
@@ -83,3 +89,39 @@ async def test_rest_of_a_lease_is_read_after_the_others_memory_was_lent_again(se
         assert ((await reader.read(rest, ["x"]))["x"].array == 2.0).all()
         with pytest.raises(LeaseLostError):
             await reader.read(done, ["x"])
+
+
+async def test_memory_is_kept_until_the_disk_knows_that_its_rows_are_done(
+    serve, tmp_path, monkeypatch
+):
+    free = asyncio.Event()
+    free.set()
+    sync = Controller._sync_shards
+
+    async def slow(self):
+        await free.wait()
+        await sync(self)
+
+    monkeypatch.setattr(Controller, "_sync_shards", slow)
+    async with (
+        serve(durability="fsync", capacity_rows=20_000) as options,
+        ZmqDataStore(ZmqOptions(**options)) as store,
+    ):
+        await store.register(TASK)
+        await store.put(groups(4, 1.0), keys=keys(0, 4))
+        await store.put(groups(320, 2.0), keys=keys(1, 320))  # into another extent
+        lease = await store.lease("train", requester="a", limit_rows=4)
+        arena = Arena(tmp_path / "shard-0.arena")
+        first = arena.data[UNIT : UNIT + 8]
+        free.clear()
+        commit = asyncio.create_task(store.commit(lease.ref()))
+        while (await store.stats()).rows > 320:
+            pass
+        await store.stats()
+        assert first.any()  # a controller that dies now finds the rows alive when it reads back
+        free.set()
+        await commit
+        await store.stats()
+        assert not first.any()
+        del first
+        arena.close()

@@ -16,8 +16,9 @@ import pytest
 import asyncflow_core as af
 from asyncflow_core.batch import Batch, Column, GroupKey, Key
 from asyncflow_core.errors import LeaseLostError, PeerLostError
-from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_core.services.data_store import PutResult, TaskSpec
 from asyncflow_core.testing.aio import eventually
+from asyncflow_core.testing.data_store import prompts
 from asyncflow_store_zmq import store as store_module
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.store import ZmqDataStore
@@ -244,3 +245,19 @@ def test_run_without_durability_ends_with_a_sentence(launcher, weight_sync, tmp_
     with pytest.raises(PeerLostError, match=r"is gone.*without durability held is gone with it"):
         train(tmp_path, "controller", "none", launcher, weight_sync)
     assert not store_processes("shard")
+
+
+async def test_put_whose_answer_was_lost_says_that_it_stored_what_it_finds(serve, monkeypatch):
+    async with serve() as options, ZmqDataStore(ZmqOptions(**options, reconnect_s=30.0)) as store:
+        await store.register(TaskSpec("log", ("prompt_ids",)))
+        first = store._connection
+        run = first.run
+
+        async def lose_the_answer(*call):
+            await run(*call)
+            raise PeerLostError("the controller died")
+
+        monkeypatch.setattr(first, "run", lose_the_answer)
+        two = [GroupKey(0, 0, 0), GroupKey(0, 0, 1)]
+        assert await store.put(prompts(2), keys=two) == PutResult(2, 0)
+        assert await store.put(prompts(2), keys=two) == PutResult(0, 2)

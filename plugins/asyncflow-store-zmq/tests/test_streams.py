@@ -194,3 +194,18 @@ async def test_blocking_store_closed_says_so(use):
             store.stats()
 
     await use(run)
+
+
+async def test_rows_lost_before_they_were_read_still_count_to_the_total(use):
+    def run(store):
+        store.register(LOG)
+        store.put(prompts(4), keys=keys(0, 4))
+        late = store.reader("log", ["prompt_ids"], requester="r", total_rows=4, lease_s=1e-9)
+        for _ in range(3):
+            with pytest.raises(LeaseLostError):
+                next(late)
+        late.close()
+        reader = store.reader("log", ["prompt_ids"], requester="r", total_rows=4)
+        return [len(item) for item in reader]
+
+    assert sum(await use(run)) == 4

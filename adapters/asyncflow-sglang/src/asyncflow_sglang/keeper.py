@@ -1,10 +1,9 @@
 """Starts one server and ends it, with all it started, when whoever asked for it is gone.
 
 A program of its own, run without site packages: `python keeper.py COMMAND...`. Standard input is
-the lifeline: when it ends, in whatever way its other side ended, the server is told to end, so that
-it can remove what it has in shared memory, and soon after its process group is killed. Should this
-program be killed as well, the kernel kills the server (PR_SET_PDEATHSIG), and SGLang's own
-processes end with theirs.
+the lifeline: when it ends, in whatever way its other side ended, the server is told to end, and
+soon after its process group is killed. Should this program be killed as well, the kernel kills the
+server (PR_SET_PDEATHSIG), and SGLang's own processes end with theirs.
 """
 
 from __future__ import annotations

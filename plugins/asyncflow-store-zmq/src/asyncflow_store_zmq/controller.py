@@ -292,7 +292,7 @@ class Controller:
 
     async def _waited_lease(self, m: list[Any], peer: Peer, hurries: int) -> list[Any] | None:
         deadline = asyncio.get_running_loop().time() + m[7]
-        while self._hurries[peer, m[0], m[1]] == hurries:
+        while peer.alive and self._hurries[peer, m[0], m[1]] == hurries:
             found = self._try_lease(m)  # also at first: rows may have come before this task ran
             self._follow()
             if found is not None:

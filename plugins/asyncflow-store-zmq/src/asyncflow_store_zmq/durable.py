@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncflow_core.errors import DataError
+from asyncflow_core.errors import DataError, ServiceError
 from asyncflow_store_zmq import snapshot
 from asyncflow_store_zmq.arena import Arena
 from asyncflow_store_zmq.history import Replay
@@ -82,6 +82,7 @@ class Durable:
         self._waiting: list[list[Any]] = []  # records not yet written
         self._turn: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._failed: ServiceError | None = None
 
     def open(self) -> None:
         """Make the table what the journal says; from here on everything is written down."""
@@ -116,6 +117,8 @@ class Durable:
                 "written by another version of the store, or changed since"
             ) from error
         self._table.log = self._write
+        # Else a death in between would leave a row that lives, in memory of another.
+        self._table.pool.waits = self._fsync
         self._journal.rewrite([["shards", here], *snapshot.records(self._table)])
 
     async def aclose(self) -> None:
@@ -125,46 +128,87 @@ class Durable:
         self._journal.close()
 
     def _write(self, record: list[Any]) -> None:
+        self._check()
         if self._fsync:
             self._waiting.append(record)
-        else:
+            return
+        try:
             self._journal.append([record])
+        except OSError as error:
+            raise self._fail(error) from error
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _fail(self, cause: Exception) -> ServiceError:
+        """From now on nothing counts: the table knows more than the journal."""
+        self._failed = error = ServiceError(
+            f"the journal of the store could not be written ({cause}), so what it does now would "
+            "not be kept; make room on its disk and start it again: all it answered before is there"
+        )
+        error.__cause__ = cause
+        _log.error("%s", error)
+        return error
 
     def answer(self, value: Any) -> Any:
-        """An answer, or with fsync a coroutine that gives it once the disk has what led to it."""
+        """An answer, or with fsync a coroutine that gives it once the disk has what led to it.
+
+        Raises:
+            ServiceError: something could not be written before: nothing counts any more.
+        """
+        if self._failed is not None:
+            if inspect.iscoroutine(value):
+                value.close()
+            raise self._failed
         if not self._fsync:
             if self._journal.nbytes > _SHORTEN_BYTES:
                 self.shorten()
             return value
         if inspect.iscoroutine(value):
             return self._answer_later(value)
-        return self._answer_synced(value) if self._waiting else value
+        if self._waiting:
+            return self._answer_synced(value)
+        self._bury()
+        return value
 
     async def _answer_later(self, value: Awaitable[Any]) -> Any:
         return await self._answer_synced(await value)
 
     async def _answer_synced(self, value: Any) -> Any:
+        self._check()
         if self._waiting:
             if self._turn is None:
                 self._turn = asyncio.get_running_loop().create_future()
             if self._task is None:
                 self._task = asyncio.create_task(self._sync())
             await asyncio.shield(self._turn)
+        else:
+            self._bury()
         return value
+
+    def _bury(self) -> None:
+        """Let go of what nothing that waits for the disk speaks of."""
+        if not self._waiting and self._task is None:
+            self._table.pool.bury(self._table.pool.take_unburied())
 
     async def _sync(self) -> None:
         """One turn of the disk after another, as long as somebody waits."""
         while self._turn is not None:
             turn, self._turn = self._turn, None
             records, self._waiting = self._waiting, []
+            dead = self._table.pool.take_unburied()
             try:
                 await self._sync_shards()
                 self._journal.append(records)
                 await asyncio.to_thread(self._journal.sync)
-            except Exception as error:
-                # Whoever waits is told; what comes after could not be kept in order any more.
-                turn.set_exception(error)
-                raise
+            except Exception as error:  # noqa: BLE001 - whoever waits is told, and all who come
+                failure = self._fail(error)
+                for waiting in (turn, self._turn):
+                    if waiting is not None:
+                        waiting.set_exception(failure)
+                return
+            self._table.pool.bury(dead)
             turn.set_result(None)
         self._task = None
 

@@ -8,7 +8,7 @@ no segment in it lives. So a put needs no word with the shard: its memory was le
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,6 +100,7 @@ class ExtentPool:
     Attributes:
         nbytes: of living segments.
         holes: ranges to give back, for the shell to carry out.
+        waits: dead segments keep their memory until `bury`, once a disk knows of their death.
     """
 
     def __init__(self, raise_generation: Callable[[int, int], int]) -> None:
@@ -118,6 +119,8 @@ class ExtentPool:
         self._lent_again_at: float | None = None
         self.nbytes = 0
         self.holes: list[Hole] = []
+        self.waits = False
+        self._unburied: list[tuple[Segment, float]] = []
 
     def add_shard(self) -> None:
         """One more arena, empty."""
@@ -232,9 +235,25 @@ class ExtentPool:
 
     def died(self, segment: Segment, now: float) -> None:
         """Nothing in a segment is needed any more."""
+        self.nbytes -= segment.nbytes
+        if self.waits:
+            self._unburied.append((segment, now))
+        else:
+            self._bury(segment, now)
+
+    def take_unburied(self) -> list[tuple[Segment, float]]:
+        """What died since the last call, and when; for `bury`."""
+        unburied, self._unburied = self._unburied, []
+        return unburied
+
+    def bury(self, dead: Iterable[tuple[Segment, float]]) -> None:
+        """The memory of these may be used again."""
+        for segment, now in dead:
+            self._bury(segment, now)
+
+    def _bury(self, segment: Segment, now: float) -> None:
         extent = segment.extent
         extent.segments -= 1
-        self.nbytes -= segment.nbytes
         start, nbytes = segment.start, segment.nbytes
         if extent.dead and sum(extent.dead[-1][1:]) == start:  # mostly they die as they were born
             _, start, before = extent.dead.pop()

@@ -119,10 +119,15 @@ class Journal:
         )
 
     def append(self, records: Iterable[list[Any]]) -> None:
-        """Write records, one after another."""
+        """Write records, one after another; all of them, or none if the disk is full."""
         data = b"".join(map(_pack, records))
+        try:
+            _write(self._fd, data)
+        except OSError:
+            os.ftruncate(self._fd, self.nbytes)  # what follows half a record could not be read
+            os.lseek(self._fd, self.nbytes, os.SEEK_SET)
+            raise
         self.nbytes += len(data)
-        _write(self._fd, data)
 
     def sync(self) -> None:
         """Wait until everything appended is on the disk."""
@@ -133,10 +138,15 @@ class Journal:
         path = self._directory / f"journal-{_number(self._path) + 1}"
         new = path.with_suffix(".new")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        _write(fd, _MAGIC)
-        for record in records:
-            _write(fd, _pack(record))
-        os.fsync(fd)
+        try:
+            _write(fd, _MAGIC)
+            for record in records:
+                _write(fd, _pack(record))
+            os.fsync(fd)
+        except OSError:
+            os.close(fd)
+            new.unlink()
+            raise
         new.rename(path)
         directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(directory)

@@ -23,7 +23,8 @@ from asyncflow_store_zmq.lane import CHUNK, MAX_PARTS, Inbox, framed
 
 __all__ = ["LaneClient"]
 
-_CONNECT_S = 30.0
+_PATIENCE_S = 30.0
+"""With a store that does not let in, or takes nothing."""
 
 
 class LaneClient:
@@ -52,10 +53,10 @@ class LaneClient:
         """
         self._sock = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(_CONNECT_S)
+            sock.settimeout(_PATIENCE_S)
             sock.connect(str(self._path))
             self._send([WIRE_VERSION, self._token, self.name])
-            message = self._next(time.monotonic() + _CONNECT_S)
+            message = self._next(time.monotonic() + _PATIENCE_S)
         except OSError as error:
             self._lose(f"no store answers at {self._path} ({error}); is it running?")
         match message:
@@ -151,7 +152,7 @@ class LaneClient:
         parts = framed(self._encoder.encode(message))
         if len(parts) > MAX_PARTS:
             parts = [b"".join(parts)]
-        sock.settimeout(None)
+        sock.settimeout(_PATIENCE_S)
         try:
             sent = sock.sendmsg(parts)
             if sent < sum(map(len, parts)):

@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 _MAX_CALLS = 1024
 _MAX_WAITING_BYTES = 256 << 20
 """Answers a client may leave unread."""
+_PAUSE_S = 1.0
+"""Without looking at who wants in, when there is no descriptor for anybody."""
 
 Answer = Callable[[list[Any], Peer], Any]
 
@@ -68,7 +70,7 @@ class LaneServer:
             listener.close()
             raise ConfigError(f"the store cannot listen at {self._path}: {error}") from error
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._listen()
 
     async def aclose(self) -> None:
         """Cut everybody off. Idempotent."""
@@ -83,14 +85,21 @@ class LaneServer:
             connection.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError as error:  # out of descriptors; whoever connects gives up in time
-            _log.warning("a client cannot be let in: %s", error)
+        except OSError as error:  # out of descriptors; who wants in stays there, and ready
+            _log.warning("a client cannot be let in now: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_PAUSE_S, self._listen)
             return
         sock.setblocking(False)
         self._connections.add(
@@ -130,8 +139,8 @@ class _Connection:
         self._sock.close()
         if self._peer is not None:
             self._peer.alive = False
-        for task in self.tasks:
-            task.cancel()
+        for task in self.tasks:  # not before their first step, or what they hold is never let go
+            self._loop.call_soon(task.cancel)
         self._ended(self)
 
     def _readable(self) -> None:

@@ -238,7 +238,11 @@ class Reader:
             return False
         self._left -= count
         self._ask_ahead()  # before the copying, so that the store works meanwhile
-        batch = self._run(self._session.read(handed.ref(0, count), self._columns))
+        try:
+            batch = self._run(self._session.read(handed.ref(0, count), self._columns))
+        except AsyncFlowError:  # a lost lease above all: others of the total take their place
+            self._left += count
+            raise
         self._cut(handed, ends, count, batch)
         return True
 

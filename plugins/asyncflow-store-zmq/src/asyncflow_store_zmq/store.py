@@ -240,11 +240,16 @@ class ZmqDataStore(DataStore):
         row_bytes: int = 0,
         wait_s: float | None = None,
     ) -> PutResult:
-        """See `DataStore.put`."""
-        result: PutResult = await self._run(
-            lambda session: session.put(groups, keys, samples, batch, partition, row_bytes, wait_s)
-        )
-        return result
+        """See `DataStore.put`; begun again after a restart, what it finds there it has stored."""
+        tries = 0
+
+        def begin(session: Session) -> Steps:
+            nonlocal tries
+            tries += 1
+            return session.put(groups, keys, samples, batch, partition, row_bytes, wait_s)
+
+        result: PutResult = await self._run(begin)
+        return result if tries == 1 else PutResult(result.stored + result.known, 0)
 
     async def lease(
         self,
