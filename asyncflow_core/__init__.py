@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncflow_core.errors import AsyncFlowError, ConfigError
     from asyncflow_core.flow.flow import Flow, reward, stage, use
     from asyncflow_core.flow.open import open_service as open
-    from asyncflow_core.flow.results import StepResult, Summary
+    from asyncflow_core.flow.running.results import StepResult, Summary
     from asyncflow_core.hookspecs import hookimpl
     from asyncflow_core.registry import Registrar, Registry
     from asyncflow_core.services.data_store import DataStore
@@ -64,8 +64,8 @@ _HOMES = {
     "Registrar": "registry",
     "Registry": "registry",
     "Rollout": "services.rollout",
-    "StepResult": "flow.results",
-    "Summary": "flow.results",
+    "StepResult": "flow.running.results",
+    "Summary": "flow.running.results",
     "Trainer": "services.trainer",
     "WeightSync": "services.weight_sync",
     "hookimpl": "hookspecs",

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncflow_core.config_source import ConfigSource, parse_overrides
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.flow.plan import Plan, make_plan
+from asyncflow_core.flow.planning.plan import Plan, make_plan
 from asyncflow_core.registry import Registry
 
 __all__ = ["examine"]

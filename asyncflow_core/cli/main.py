@@ -108,7 +108,7 @@ def serve(
     --allow.
     """
     if spec is not None:
-        from asyncflow_core.flow.serve import serve_from_stdin
+        from asyncflow_core.flow.processes.serve import serve_from_stdin
 
         sys.exit(serve_from_stdin())
     if not (kind and plugin and bind):

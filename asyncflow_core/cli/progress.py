@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncflow_core import metrics
 from asyncflow_core.config import RunConfig
-from asyncflow_core.flow.results import StepResult, Summary
+from asyncflow_core.flow.running.results import StepResult, Summary
 
 __all__ = ["Progress"]
 

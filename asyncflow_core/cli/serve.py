@@ -12,7 +12,7 @@ from typing import Any
 from asyncflow_core.config_source import parse_override
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.open import open_service
-from asyncflow_core.flow.serve import INTERFACES, SUPPORTS, serve_until_stopped
+from asyncflow_core.flow.processes.serve import INTERFACES, SUPPORTS, serve_until_stopped
 from asyncflow_core.wire import KeyPair, Server, check_reach, load_allowed, serve_service
 
 __all__ = ["serve_by_hand"]

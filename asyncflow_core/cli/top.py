@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.flow.status import STATUS_FILE, Status, WorkerStatus
+from asyncflow_core.flow.running.status import STATUS_FILE, Status, WorkerStatus
 
 __all__ = ["find_run", "picture", "top"]
 

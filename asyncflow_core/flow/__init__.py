@@ -1,7 +1,8 @@
 """The workflow: one `Flow` from prompts to trained weights.
 
-Pure: `admission`, `policies`, `weights`, `micro_batches`, `dataflow`, `status`. I/O: `worker` (the
-one loop every task runs), `train` and `fanout` (the trainer's steps over its ranks), `evaluation`
-(held-out prompts beside them), `launch` and `serve` (processes), `watching` (what `asyncflow top`
-shows), `controller` (one run), `flow` (the user's object).
+`flow` is the user's object, `open` opens one service by hand. `planning` checks a configuration,
+`processes` starts and watches, `working` is what works on rows, `weights` brings versions to
+replicas, `running` is a run from its first prompt to its last step. State machines are pure:
+`running.admission`, `running.pacing`, `running.policies`, `weights.protocol`, `processes.watchdog`,
+`working.micro_batches`, `planning.dataflow`.
 """

@@ -16,14 +16,14 @@ from typing import Any
 from asyncflow_core.config import RolloutConfig, RunConfig, StageConfig, TrainerConfig
 from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import ConfigError, ServiceClosedError
-from asyncflow_core.flow.checkpoint import Checkpoints
-from asyncflow_core.flow.controller import Controller
-from asyncflow_core.flow.folder import RunFolder
-from asyncflow_core.flow.plan import Plan, make_plan
-from asyncflow_core.flow.processes import EndedError
-from asyncflow_core.flow.results import StepResult, Summary
-from asyncflow_core.flow.resume import resumable
-from asyncflow_core.flow.watchdog import Restarts
+from asyncflow_core.flow.planning.plan import Plan, make_plan
+from asyncflow_core.flow.processes.supervision import EndedError
+from asyncflow_core.flow.processes.watchdog import Restarts
+from asyncflow_core.flow.running.checkpoint import Checkpoints
+from asyncflow_core.flow.running.controller import Controller
+from asyncflow_core.flow.running.folder import RunFolder
+from asyncflow_core.flow.running.results import StepResult, Summary
+from asyncflow_core.flow.running.resume import resumable
 from asyncflow_core.registry import Registry
 
 __all__ = ["Flow", "Use", "reward", "stage", "use"]

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncflow_core.errors import ConfigError, PluginNotFoundError
-from asyncflow_core.flow.serve import INTERFACES, SUPPORTS
+from asyncflow_core.flow.processes.serve import INTERFACES, SUPPORTS
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.base import Service

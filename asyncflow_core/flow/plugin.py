@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncflow_core.flow.inline import InlineLauncher
-from asyncflow_core.flow.launch import LauncherCapabilities
-from asyncflow_core.flow.local import LocalLauncher, LocalOptions
+from asyncflow_core.flow.processes.inline import InlineLauncher
+from asyncflow_core.flow.processes.launch import LauncherCapabilities
+from asyncflow_core.flow.processes.local import LocalLauncher, LocalOptions
 from asyncflow_core.hookspecs import hookimpl
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registrar, Registry

@@ -165,8 +165,8 @@ class TrainerCapabilities:
 class Trainer(Service):
     """One rank of a trainer. It owns parameters, gradients, optimizer state of its shard.
 
-    All ranks get the same calls in the same order (`asyncflow_core.flow.fanout`). The loss is a
-    sum with a weight, and `optim_step` divides by the weight summed over micro-batches and ranks,
+    All ranks get the same calls in the same order (`flow/working/fanout.py`). The loss is a sum
+    with a weight, and `optim_step` divides by the weight summed over micro-batches and ranks,
     before clipping: one batch, k micro-batches or k ranks give the same update.
     """
 

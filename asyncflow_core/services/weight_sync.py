@@ -2,7 +2,7 @@
 
 It has two sides that meet through serializable records: the trainer's process calls `publish`,
 every replica's process calls `attach` and `fetch`. The protocol around it (stage, verify, confirm,
-commit) is `asyncflow_core.flow.weights`. `docs/spec/weight_sync.md` numbers what every
+commit) is `asyncflow_core.flow.weights.protocol`. `docs/spec/weight_sync.md` numbers what every
 implementation must hold (WS-n). Longer than most modules: these records are one vocabulary, which
 trainers, transports and rollouts import from one place.
 """

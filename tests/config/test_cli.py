@@ -12,7 +12,7 @@ from asyncflow_core.cli.main import main
 from asyncflow_core.cli.progress import Progress
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.flow.results import StepResult
+from asyncflow_core.flow.running.results import StepResult
 
 from .conftest import BASE, distribution
 

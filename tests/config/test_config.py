@@ -11,7 +11,7 @@ import asyncflow_core as af
 from asyncflow_core.config import RunConfig, Section, StageConfig
 from asyncflow_core.config_source import ConfigSource, dump_yaml, parse_override
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.flow.folder import RunFolder
+from asyncflow_core.flow.running.folder import RunFolder
 
 from .conftest import BASE
 

@@ -586,7 +586,7 @@ def no_start(monkeypatch):
 
     monkeypatch.setattr("subprocess.Popen.__init__", refuse)
     monkeypatch.setattr("asyncio.create_subprocess_exec", refuse)
-    monkeypatch.setattr("asyncflow_core.flow.folder.RunFolder.__init__", refuse)
+    monkeypatch.setattr("asyncflow_core.flow.running.folder.RunFolder.__init__", refuse)
 
 
 FILES = [

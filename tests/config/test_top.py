@@ -8,8 +8,8 @@ import pytest
 
 from asyncflow_core.cli.main import main
 from asyncflow_core.cli.top import picture
-from asyncflow_core.flow.results import Summary
-from asyncflow_core.flow.status import Bottleneck, Staleness, Status, Tokens, WorkerStatus
+from asyncflow_core.flow.running.results import Summary
+from asyncflow_core.flow.running.status import Bottleneck, Staleness, Status, Tokens, WorkerStatus
 from asyncflow_core.services.data_store import StoreStats, TaskStats
 
 STATUS = Status(

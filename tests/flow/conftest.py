@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncflow_core.batch import Batch, Column, GroupKey
-from asyncflow_core.flow.worker import Worker
+from asyncflow_core.flow.working.worker import Worker
 from asyncflow_core.reference.data_store import InProcessDataStore
 
 

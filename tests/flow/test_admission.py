@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow_core.errors import InvariantError
-from asyncflow_core.flow.admission import Admission
+from asyncflow_core.flow.running.admission import Admission
 
 settings_of_a_run = st.fixed_dictionaries(
     {

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow_core.batch import GroupKey
-from asyncflow_core.flow.assigned import TRAINING, Assigned, dropped_record, groups_record
+from asyncflow_core.flow.running.assigned import TRAINING, Assigned, dropped_record, groups_record
 
 
 def key(sequence):

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow_core.batch import Key
-from asyncflow_core.flow.calls import ATTEMPTS, CallLog
+from asyncflow_core.flow.working.calls import ATTEMPTS, CallLog
 from asyncflow_core.services.data_store import RowInfo
 
 

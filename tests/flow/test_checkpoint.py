@@ -5,7 +5,7 @@ import json
 import pytest
 
 from asyncflow_core.errors import ConfigError, ServiceError
-from asyncflow_core.flow.checkpoint import Checkpoint, Checkpoints
+from asyncflow_core.flow.running.checkpoint import Checkpoint, Checkpoints
 
 
 def checkpoint(version):

@@ -6,8 +6,8 @@ import pytest
 
 from asyncflow_core.batch import GroupKey
 from asyncflow_core.errors import ConfigError, DataError
-from asyncflow_core.flow.assigned import TRAINING
-from asyncflow_core.flow.cursor import PromptCursor, fingerprint
+from asyncflow_core.flow.running.assigned import TRAINING
+from asyncflow_core.flow.running.cursor import PromptCursor, fingerprint
 from asyncflow_core.parts import PromptRecord
 
 

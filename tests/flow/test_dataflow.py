@@ -5,7 +5,7 @@ import graphlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow_core.flow.dataflow import dataflow_faults
+from asyncflow_core.flow.planning.dataflow import dataflow_faults
 from asyncflow_core.services.data_store import TaskSpec
 
 PROMPT = ("prompt_ids", "answer")

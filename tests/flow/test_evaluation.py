@@ -8,13 +8,13 @@ import pytest
 
 from asyncflow_core.batch import Batch, Column
 from asyncflow_core.config import RunConfig
-from asyncflow_core.flow.evaluation import Evaluations, rows_at_a_time
-from asyncflow_core.flow.record import Recorder
-from asyncflow_core.flow.supply import Supply
-from asyncflow_core.flow.threads import DaemonThread
-from asyncflow_core.flow.totals import Totals
-from asyncflow_core.flow.work import observer_work
-from asyncflow_core.flow.worker import Worker
+from asyncflow_core.flow.running.evaluation import Evaluations, rows_at_a_time
+from asyncflow_core.flow.running.record import Recorder
+from asyncflow_core.flow.running.supply import Supply
+from asyncflow_core.flow.running.totals import Totals
+from asyncflow_core.flow.working.threads import DaemonThread
+from asyncflow_core.flow.working.work import observer_work
+from asyncflow_core.flow.working.worker import Worker
 from asyncflow_core.parts import PromptRecord
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.testing.aio import eventually

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey
 from asyncflow_core.errors import EngineError, InvariantError, ServiceError
-from asyncflow_core.flow.fanout import Ranks, TrainerRank
+from asyncflow_core.flow.working.fanout import Ranks, TrainerRank
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column
-from asyncflow_core.flow.filtering import FILTER, KEPT, filter_task, filter_work
-from asyncflow_core.flow.policies.dynamic_sampling import ALL_EQUAL, DynamicSampling
+from asyncflow_core.flow.running.filtering import FILTER, KEPT, filter_task, filter_work
+from asyncflow_core.flow.running.policies.dynamic_sampling import ALL_EQUAL, DynamicSampling
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.aio import eventually
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column, GroupKey
-from asyncflow_core.flow.worker import Part
+from asyncflow_core.flow.working.worker import Part
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.aio import eventually
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow_core.flow.micro_batches import split
+from asyncflow_core.flow.working.micro_batches import split
 
 many = st.lists(st.integers(0, 60), max_size=40)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow_core.flow.pacing import Pacing
+from asyncflow_core.flow.running.pacing import Pacing
 
 STEP_S = 2.0
 

@@ -17,8 +17,8 @@ import pytest
 from asyncflow_core.batch import Batch, Column, GroupKey, Key
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError, DataError, ServiceError
-from asyncflow_core.flow.folder import RunFolder
-from asyncflow_core.flow.record import Recorder
+from asyncflow_core.flow.running.folder import RunFolder
+from asyncflow_core.flow.running.record import Recorder
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.tokenizer import CharactersOptions, CharactersTokenizer
 from asyncflow_core.services.data_store import RowInfo
@@ -94,7 +94,7 @@ def test_folder_of_a_run_that_goes_on_is_refused_until_it_ends(folder, config, t
 
 def test_folder_of_a_run_that_was_killed_is_moved_aside(config):
     code = (
-        "import os, sys; from asyncflow_core.flow.folder import RunFolder;"
+        "import os, sys; from asyncflow_core.flow.running.folder import RunFolder;"
         "from asyncflow_core.config import RunConfig;"
         "made = RunFolder(RunConfig.model_validate_json(sys.argv[1])); os.kill(os.getpid(), 9)"
     )

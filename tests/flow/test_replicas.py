@@ -7,8 +7,8 @@ import pytest
 
 from asyncflow_core.config import WeightSyncConfig
 from asyncflow_core.errors import PeerLostError
-from asyncflow_core.flow.replicas import Replicas
-from asyncflow_core.flow.switching import Switching
+from asyncflow_core.flow.processes.replicas import Replicas
+from asyncflow_core.flow.weights.switching import Switching
 from asyncflow_core.services.rollout import RolloutStats, SwitchMode
 
 

@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from asyncflow_core.errors import ServiceError, ServiceTimeoutError
-from asyncflow_core.flow.calls import ATTEMPTS, CallLog
-from asyncflow_core.flow.stage_work import stage_work
-from asyncflow_core.flow.threads import DaemonThread
-from asyncflow_core.flow.watchdog import Clock, Restarts
-from asyncflow_core.flow.worker import Worker, read_rows
-from asyncflow_core.flow.workers_here import keep
+from asyncflow_core.flow.processes.watchdog import Clock, Restarts
+from asyncflow_core.flow.working.calls import ATTEMPTS, CallLog
+from asyncflow_core.flow.working.stage_work import stage_work
+from asyncflow_core.flow.working.threads import DaemonThread
+from asyncflow_core.flow.working.worker import Worker, read_rows
+from asyncflow_core.flow.working.workers_here import keep
 from asyncflow_core.parts import StageContract
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.aio import eventually

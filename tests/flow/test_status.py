@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow_core.errors import DataError
-from asyncflow_core.flow.busy import Busy
-from asyncflow_core.flow.status import (
+from asyncflow_core.flow.running.status import (
     Bottleneck,
     Counters,
     Shares,
@@ -16,6 +15,7 @@ from asyncflow_core.flow.status import (
     WorkerStatus,
     bottleneck,
 )
+from asyncflow_core.flow.working.busy import Busy
 from asyncflow_core.services.data_store import StoreStats, TaskStats
 
 

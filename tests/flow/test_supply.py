@@ -10,9 +10,9 @@ import pytest
 
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError, DataError, ServiceError
-from asyncflow_core.flow.assigned import TRAINING
-from asyncflow_core.flow.supply import EVALUATION, Supply
-from asyncflow_core.flow.threads import DaemonThread
+from asyncflow_core.flow.running.assigned import TRAINING
+from asyncflow_core.flow.running.supply import EVALUATION, Supply
+from asyncflow_core.flow.working.threads import DaemonThread
 from asyncflow_core.parts import PromptRecord
 from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.services.data_store import TaskSpec

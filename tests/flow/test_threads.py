@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from asyncflow_core.flow.threads import DaemonThread
+from asyncflow_core.flow.working.threads import DaemonThread
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_shutdown_cancels_what_waits_and_takes_nothing_more(thread):
 
 def test_a_call_that_never_returns_does_not_hold_up_the_process():
     code = (
-        "import threading; from asyncflow_core.flow.threads import DaemonThread;"
+        "import threading; from asyncflow_core.flow.working.threads import DaemonThread;"
         "t = DaemonThread('hung'); t.submit(threading.Event().wait);"
         "t.shutdown(wait=False, cancel_futures=True)"
     )

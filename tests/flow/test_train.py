@@ -9,8 +9,8 @@ import pytest
 from asyncflow_core import metrics
 from asyncflow_core.batch import Batch, Column, GroupKey, Key
 from asyncflow_core.errors import ServiceError, StalenessViolationError
-from asyncflow_core.flow.fanout import Ranks, TrainerRank
-from asyncflow_core.flow.train import TrainSettings, TrainWorker
+from asyncflow_core.flow.working.fanout import Ranks, TrainerRank
+from asyncflow_core.flow.working.train import TrainSettings, TrainWorker
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference import plugin
 from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions

@@ -3,8 +3,8 @@
 import pytest
 
 from asyncflow_core.errors import ServiceTimeoutError
-from asyncflow_core.flow import waits as module
-from asyncflow_core.flow.waits import Batch, Waits
+from asyncflow_core.flow.processes import waits as module
+from asyncflow_core.flow.processes.waits import Batch, Waits
 from asyncflow_core.services.data_store import StoreStats, TaskStats
 
 

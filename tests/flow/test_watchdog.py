@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow_core.flow.watchdog import Clock, Restarts, Watchdog
+from asyncflow_core.flow.processes.watchdog import Clock, Restarts, Watchdog
 
 gaps = st.lists(st.floats(0.0, 100.0, allow_nan=False), max_size=30)
 

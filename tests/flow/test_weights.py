@@ -12,7 +12,14 @@ from hypothesis.stateful import (
 )
 
 from asyncflow_core.errors import InvariantError
-from asyncflow_core.flow.weights import Commit, Compare, Fail, Retire, Stage, WeightProtocol
+from asyncflow_core.flow.weights.protocol import (
+    Commit,
+    Compare,
+    Fail,
+    Retire,
+    Stage,
+    WeightProtocol,
+)
 
 STAGE_S, COMMIT_S, ATTEMPTS, COMPARE_EVERY = 10.0, 5.0, 2, 3
 NAMES = ("r0", "r1", "r2")

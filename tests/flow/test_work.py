@@ -18,14 +18,14 @@ from asyncflow_core.errors import (
     InvariantError,
     ServiceError,
 )
-from asyncflow_core.flow.stage_work import stage_work, to_columns
-from asyncflow_core.flow.work import (
+from asyncflow_core.flow.working.stage_work import stage_work, to_columns
+from asyncflow_core.flow.working.work import (
     ROLLOUT_WRITES,
     observer_work,
     rollout_work,
     sampling_seed,
 )
-from asyncflow_core.flow.worker import read_rows
+from asyncflow_core.flow.working.worker import read_rows
 from asyncflow_core.parts import StageContract
 from asyncflow_core.schema import CANONICAL
 from asyncflow_core.services.data_store import TaskSpec

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow_core.batch import Batch, Column, Key
 from asyncflow_core.errors import DataError, EngineError
-from asyncflow_core.flow.worker import LeaseKeeper, Part, Worker, first_failure, read_rows
+from asyncflow_core.flow.working.worker import LeaseKeeper, Part, Worker, first_failure, read_rows
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import Order, TaskSpec
 from asyncflow_core.testing.aio import eventually

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncflow_core.flow.run_dir import RunDirectory
+from asyncflow_core.flow.processes.run_dir import RunDirectory
 from asyncflow_core.testing.aio import eventually
 
 HERE = Path(__file__).parent

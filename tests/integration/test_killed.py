@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow_core.flow.guard import MARK
-from asyncflow_core.flow.run_dir import RunDirectory
+from asyncflow_core.flow.processes.guard import MARK
+from asyncflow_core.flow.processes.run_dir import RunDirectory
 
 pytestmark = pytest.mark.multiproc
 
@@ -76,7 +76,7 @@ def test_sweep_leaves_a_living_run_and_takes_a_dead_one(tmp_path):
     living = RunDirectory(tmp_path)
     code = (
         "import os, sys; from pathlib import Path;"
-        "from asyncflow_core.flow.run_dir import RunDirectory;"
+        "from asyncflow_core.flow.processes.run_dir import RunDirectory;"
         "print(RunDirectory(Path(sys.argv[1])).path, flush=True); os.kill(os.getpid(), 9)"
     )
     made = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
@@ -106,7 +106,7 @@ def test_sweep_follows_no_link(tmp_path):
 
 
 def test_marked_processes_of_another_run_are_left(tmp_path):
-    from asyncflow_core.flow.guard import end_marked
+    from asyncflow_core.flow.processes.guard import end_marked
 
     mine, other = (
         subprocess.Popen(["sleep", "60"], env={MARK: f"{tmp_path}/{name}"})
@@ -135,7 +135,7 @@ async def test_two_runs_side_by_side_do_not_disturb_each_other(started):
 
 
 def test_guard_leaves_groups_alone_that_are_gone(tmp_path):
-    from asyncflow_core.flow import guard
+    from asyncflow_core.flow.processes import guard
 
     gone, mine = (subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2))
     try:

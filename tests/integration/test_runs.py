@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from asyncflow_core import Flow
-from asyncflow_core.flow import waits
-from asyncflow_core.flow.results import Summary
+from asyncflow_core.flow.processes import waits
+from asyncflow_core.flow.running.results import Summary
 
 pytestmark = pytest.mark.multiproc
 

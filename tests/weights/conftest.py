@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow_core.config import WeightSyncConfig
-from asyncflow_core.flow.control import RolloutControl, TrainerControl
-from asyncflow_core.flow.switching import Switching
+from asyncflow_core.flow.processes.control import RolloutControl, TrainerControl
+from asyncflow_core.flow.weights.switching import Switching
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.testing.aio import eventually
 from asyncflow_core.wire import Client, remote

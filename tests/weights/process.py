@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncflow_core.flow.compare import first_difference
-from asyncflow_core.flow.control import RolloutControl, TrainerControl
+from asyncflow_core.flow.processes.control import RolloutControl, TrainerControl
+from asyncflow_core.flow.weights.compare import first_difference
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.rollout import RolloutStats, StagedWeights, SwitchMode

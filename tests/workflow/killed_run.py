@@ -17,24 +17,24 @@ import threading
 
 PLACES = {
     # name: (module, class or "", function, kill before or after it)
-    "life": ("asyncflow_core.flow.folder", "", "begin_again", "before"),
-    "verified": ("asyncflow_core.flow.resume", "", "next_life", "before"),
-    "counted": ("asyncflow_core.flow.resume", "", "next_life", "after"),
-    "cutting": ("asyncflow_core.flow.resume", "", "_write", "before"),
-    "cut": ("asyncflow_core.flow.resume", "", "_write", "after"),
-    "restoring": ("asyncflow_core.flow.saving", "", "bring_back_rows", "before"),
-    "restored": ("asyncflow_core.flow.saving", "", "bring_back_rows", "after"),
-    "loaded": ("asyncflow_core.flow.saving", "Saving", "load", "after"),
-    "noted": ("asyncflow_core.flow.folder", "RunFolder", "note", "after"),
-    "made": ("asyncflow_core.flow.checkpoint", "Checkpoints", "begin", "after"),
-    "saved": ("asyncflow_core.flow.saving", "Saving", "begin", "after"),
-    "recorded": ("asyncflow_core.flow.checkpoint", "", "_sync_tree", "after"),
-    "rename": ("asyncflow_core.flow.checkpoint", "Checkpoints", "finish", "after"),
-    "pruning": ("asyncflow_core.flow.checkpoint", "Checkpoints", "prune", "before"),
-    "pruned": ("asyncflow_core.flow.checkpoint", "Checkpoints", "prune", "after"),
-    "finished": ("asyncflow_core.flow.saving", "Saving", "finish", "after"),
-    "stepped": ("asyncflow_core.flow.train", "TrainWorker", "step", "after"),
-    "acknowledging": ("asyncflow_core.flow.train", "TrainWorker", "_acknowledge", "before"),
+    "life": ("asyncflow_core.flow.running.folder", "", "begin_again", "before"),
+    "verified": ("asyncflow_core.flow.running.resume", "", "next_life", "before"),
+    "counted": ("asyncflow_core.flow.running.resume", "", "next_life", "after"),
+    "cutting": ("asyncflow_core.flow.running.resume", "", "_write", "before"),
+    "cut": ("asyncflow_core.flow.running.resume", "", "_write", "after"),
+    "restoring": ("asyncflow_core.flow.running.saving", "", "bring_back_rows", "before"),
+    "restored": ("asyncflow_core.flow.running.saving", "", "bring_back_rows", "after"),
+    "loaded": ("asyncflow_core.flow.running.saving", "Saving", "load", "after"),
+    "noted": ("asyncflow_core.flow.running.folder", "RunFolder", "note", "after"),
+    "made": ("asyncflow_core.flow.running.checkpoint", "Checkpoints", "begin", "after"),
+    "saved": ("asyncflow_core.flow.running.saving", "Saving", "begin", "after"),
+    "recorded": ("asyncflow_core.flow.running.checkpoint", "", "_sync_tree", "after"),
+    "rename": ("asyncflow_core.flow.running.checkpoint", "Checkpoints", "finish", "after"),
+    "pruning": ("asyncflow_core.flow.running.checkpoint", "Checkpoints", "prune", "before"),
+    "pruned": ("asyncflow_core.flow.running.checkpoint", "Checkpoints", "prune", "after"),
+    "finished": ("asyncflow_core.flow.running.saving", "Saving", "finish", "after"),
+    "stepped": ("asyncflow_core.flow.working.train", "TrainWorker", "step", "after"),
+    "acknowledging": ("asyncflow_core.flow.working.train", "TrainWorker", "_acknowledge", "before"),
 }
 
 
@@ -76,7 +76,7 @@ def arm(name: str, count: int, later_s: float) -> None:
     made = waited if asyncio.iscoroutinefunction(inner) else plain
     setattr(found, function, made)
     if function == "bring_back_rows":
-        importlib.import_module("asyncflow_core.flow.controller").bring_back_rows = made
+        importlib.import_module("asyncflow_core.flow.running.controller").bring_back_rows = made
 
 
 def main() -> None:

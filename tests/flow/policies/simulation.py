@@ -13,12 +13,12 @@ from statistics import NormalDist
 import numpy as np
 
 from asyncflow_core.batch import GroupKey
-from asyncflow_core.flow.admission import Admission
-from asyncflow_core.flow.policies.dynamic_sampling import ALL_EQUAL, DynamicSampling
-from asyncflow_core.flow.policies.fixed_batches import FixedBatches
-from asyncflow_core.flow.policies.over_sampling import STRAGGLER, OverSampling
-from asyncflow_core.flow.policies.ready_first import TOO_STALE, ReadyAdmission, ReadyFirst
-from asyncflow_core.flow.policies.sorted_rows import staleness
+from asyncflow_core.flow.running.admission import Admission
+from asyncflow_core.flow.running.policies.dynamic_sampling import ALL_EQUAL, DynamicSampling
+from asyncflow_core.flow.running.policies.fixed_batches import FixedBatches
+from asyncflow_core.flow.running.policies.over_sampling import STRAGGLER, OverSampling
+from asyncflow_core.flow.running.policies.ready_first import TOO_STALE, ReadyAdmission, ReadyFirst
+from asyncflow_core.flow.running.policies.sorted_rows import staleness
 from asyncflow_core.ledger import Admission as Put
 from asyncflow_core.ledger import Ledger
 from asyncflow_core.services.data_store import Order, TaskSpec

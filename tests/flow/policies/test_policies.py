@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from asyncflow_core.batch import GroupKey, Key
 from asyncflow_core.errors import InvariantError, StalenessViolationError
-from asyncflow_core.flow.policies.dynamic_sampling import DynamicSampling
-from asyncflow_core.flow.policies.fixed_batches import FixedBatches
-from asyncflow_core.flow.policies.over_sampling import OverSampling
-from asyncflow_core.flow.policies.ready_first import TOO_STALE, ReadyAdmission, ReadyFirst
+from asyncflow_core.flow.running.policies.dynamic_sampling import DynamicSampling
+from asyncflow_core.flow.running.policies.fixed_batches import FixedBatches
+from asyncflow_core.flow.running.policies.over_sampling import OverSampling
+from asyncflow_core.flow.running.policies.ready_first import TOO_STALE, ReadyAdmission, ReadyFirst
 from asyncflow_core.services.data_store import RowInfo
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.flow.run_dir import RunDirectory
+from asyncflow_core.flow.processes.run_dir import RunDirectory
 
 __all__ = ["StoreDirectory", "clear_directory"]
 

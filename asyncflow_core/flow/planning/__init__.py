@@ -1,0 +1,1 @@
+"""From a configuration to what a run consists of, checked. Nothing is started here."""

@@ -1,0 +1,1 @@
+"""The processes of a run: told, started, watched, started again, ended."""

@@ -1,0 +1,73 @@
+"""The rollout replicas of a run, which come and go, as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from asyncflow_core.batch import Key
+from asyncflow_core.errors import ServiceError
+from asyncflow_core.flow.processes.control import RolloutControl
+from asyncflow_core.services.rollout import RolloutStats
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """Sums over all replicas, over all their lives."""
+
+    def __init__(self, controls: Mapping[str, RolloutControl]) -> None:
+        """Of connected replicas."""
+        self._controls: dict[str, RolloutControl] = dict(controls)
+        self._last: dict[str, RolloutStats] = {}
+        self._gone: list[RolloutStats] = []
+        self.count = len(controls)
+        """Replicas of the plan."""
+
+    def left(self, name: str) -> int:
+        """A replica died.
+
+        Returns:
+            Tokens of responses that it had begun, as far as known: they are generated again.
+        """
+        self._controls.pop(name, None)
+        last = self._last.pop(name, RolloutStats())
+        self._gone.append(last)
+        return last.tokens_unfinished
+
+    def back(self, name: str, control: RolloutControl) -> None:
+        """It answers again, and counts from 0."""
+        self._controls[name] = control
+
+    async def run(self) -> None:
+        """Look once a second, until cancelled: what a dead one had begun is known to so much."""
+        while True:
+            await self.look()
+            await asyncio.sleep(1.0)
+
+    async def look(self) -> None:
+        """Ask each; one that does not answer keeps what it said last."""
+        for name, control in list(self._controls.items()):
+            try:
+                self._last[name] = await control.stats()
+            except ServiceError:
+                continue  # dead or about to be: its end is seen elsewhere
+
+    async def abort(self, keys: Sequence[Key]) -> None:
+        """Stop responses whose rows are dropped, wherever they run."""
+        for control in list(self._controls.values()):
+            # One that is dead or about to be has stopped them; its end is seen elsewhere.
+            with contextlib.suppress(ServiceError):
+                await control.abort(keys)
+
+    async def totals(self) -> RolloutStats:
+        """Counters of all, those included that are gone."""
+        await self.look()
+        found = [*self._gone, *self._last.values()]
+        return RolloutStats(
+            tokens_generated=sum(stats.tokens_generated for stats in found),
+            busy_s=sum(stats.busy_s for stats in found),
+            tokens_kept=sum(stats.tokens_kept for stats in found),
+            tokens_lost=sum(stats.tokens_lost for stats in found),
+        )

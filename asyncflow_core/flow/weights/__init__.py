@@ -1,0 +1,1 @@
+"""Bringing new weights to every replica: the protocol, and carrying it out."""

@@ -1,0 +1,184 @@
+"""Carrying out the weight protocol: calls to replicas and trainer, each on its own task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
+
+from asyncflow_core.config import WeightSyncConfig
+from asyncflow_core.errors import AsyncFlowError, PeerLostError, ServiceError
+from asyncflow_core.flow.processes.control import RolloutControl, TrainerControl
+from asyncflow_core.flow.weights.protocol import (
+    Commit,
+    Compare,
+    Fail,
+    Instruction,
+    Retire,
+    Stage,
+    WeightProtocol,
+)
+from asyncflow_core.services.rollout import SwitchMode
+from asyncflow_core.services.weight_sync import PublishedWeights
+
+__all__ = ["Switching"]
+
+_log = logging.getLogger(__name__)
+
+
+class Switching:
+    """Brings published weights to all replicas.
+
+    Concurrency: replicas are switched side by side; a failure ends the task group it was given.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, RolloutControl],
+        trainer: TrainerControl,
+        mode: SwitchMode,
+        group: asyncio.TaskGroup,
+        config: WeightSyncConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take connected processes, the task group of the run, its limits, its time."""
+        self._clock = clock
+        self._replicas = dict(replicas)
+        self._trainer = trainer
+        self._mode = mode
+        self._group = group
+        self._protocol = WeightProtocol(
+            stage_timeout_s=config.stage_timeout_s,
+            commit_timeout_s=config.commit_timeout_s,
+            attempts=config.attempts,
+            compare_every=config.verify_every,
+        )
+        self._published: dict[tuple[int, int], PublishedWeights] = {}
+        self._settled = asyncio.Event()
+        self.stage_s = 0.0
+        """Seconds the last stage took."""
+        self.commit_s = 0.0
+        """Seconds the last commit took; with drain, the wait for running responses included."""
+        self.compared = 0
+        """Comparisons, bit for bit, that found no difference."""
+
+    def start(self) -> None:
+        """Let all replicas join, and watch deadlines."""
+        for name in self._replicas:
+            self._carry_out(self._protocol.join(name, self._clock()))
+        self._group.create_task(self._watch())
+
+    def published(self, weights: PublishedWeights) -> None:
+        """A new version can be fetched."""
+        manifest = weights.manifest
+        found = self._protocol.published(
+            manifest.version, manifest.checksum, self._clock(), life=manifest.life
+        )
+        self._published[manifest.life, manifest.version] = weights
+        self._settled.clear()
+        self._carry_out(found)
+
+    def joined(self, replica: str, control: RolloutControl) -> None:
+        """A replica came up again, with nothing confirmed: it catches up first."""
+        self._replicas[replica] = control
+        self._settled.clear()
+        self._carry_out(self._protocol.join(replica, self._clock()))
+
+    def left(self, replica: str) -> None:
+        """A replica is gone; nobody waits for it any more."""
+        self._replicas.pop(replica, None)
+        self._carry_out(self._protocol.leave(replica))
+
+    @property
+    def failures(self) -> int:
+        """Stages and commits that failed, and were tried again or raised."""
+        return self._protocol.failures
+
+    def waiting(self) -> list[str]:
+        """One line for each replica that is on its way to a version."""
+        return self._protocol.waiting(self._clock())
+
+    async def settled(self) -> None:
+        """Wait until every replica serves the newest version."""
+        await self._settled.wait()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._carry_out(self._protocol.tick(self._clock()))
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                # Whatever is needed is looked up now: the replica may leave before its task begins.
+                case Stage(replica, version, call, life):
+                    control, weights = self._replicas[replica], self._published[life, version]
+                    self._spawn(self._stage(replica, control, weights, call))
+                case Commit(replica, version, call):
+                    self._spawn(self._commit(replica, self._replicas[replica], version, call))
+                case Compare(replica, version, call, life):
+                    control, weights = self._replicas[replica], self._published[life, version]
+                    self._spawn(self._compare(replica, control, weights, call))
+                case Retire(version, life):
+                    self._published.pop((life, version), None)
+                    self._spawn(self._trainer.retire(version, life))
+                case Fail(replica, version, reason):
+                    self._spawn(_fail(replica, version, reason))
+        if self._published and self._protocol.settled():
+            self._settled.set()
+
+    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
+        self._group.create_task(call)
+
+    async def _stage(
+        self, replica: str, control: RolloutControl, published: PublishedWeights, call: int
+    ) -> None:
+        try:
+            staged = await control.stage(published)
+        except AsyncFlowError as error:
+            self._failed(replica, call, error)
+            return
+        self.stage_s = staged.wall_s
+        if staged.checksum != published.manifest.checksum:
+            _log.warning(
+                "%s holds other bytes than were published as version %d", replica, staged.version
+            )
+        self._carry_out(self._protocol.staged(replica, call, staged.checksum, self._clock()))
+
+    async def _commit(self, replica: str, control: RolloutControl, version: int, call: int) -> None:
+        start = time.perf_counter()
+        try:
+            await control.commit(version, self._mode)
+        except AsyncFlowError as error:
+            self._failed(replica, call, error)
+            return
+        self.commit_s = time.perf_counter() - start
+        self._carry_out(self._protocol.committed(replica, call, self._clock()))
+
+    async def _compare(
+        self, replica: str, control: RolloutControl, published: PublishedWeights, call: int
+    ) -> None:
+        try:
+            difference = await control.compare(published)
+        except AsyncFlowError as error:
+            self._failed(replica, call, error)
+            return
+        self.compared += not difference
+        self._carry_out(self._protocol.compared(replica, call, difference, self._clock()))
+
+    def _failed(self, replica: str, call: int, error: AsyncFlowError) -> None:
+        if isinstance(error, PeerLostError) and error.service == replica:
+            # It is dead, or counts as stuck soon: `left` is called then, and what is under way
+            # ends; a deadline passes only if nobody finds it.
+            _log.warning("%s is gone while it takes weights: %s", replica, error)
+            return
+        _log.warning("%s failed to take weights: %s", replica, error)
+        self._carry_out(self._protocol.failed(replica, call, str(error), self._clock()))
+
+
+async def _fail(replica: str, version: int, reason: str) -> None:
+    raise ServiceError(
+        f"{replica} cannot be brought to weights version {version}: {reason}", service=replica
+    )
