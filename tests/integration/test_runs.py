@@ -188,7 +188,10 @@ def test_sequential_tasks_take_turns_over_the_whole_batch(inline):
     summary, metrics, samples = finished(flow)
     assert_consistent(summary, metrics, samples)
     names = [name for name, rows in calls for _ in range(rows)]
-    assert names == (["first"] * 16 + ["second"] * 16) * summary.steps
+    turns = (["first"] * 16 + ["second"] * 16) * summary.steps
+    # Nobody reads what `second` writes, so the run may end before its last calls.
+    assert names == turns[: len(names)]
+    assert len(names) >= len(turns) - 16
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
