@@ -6,9 +6,12 @@ A run of tabular engines takes a second or two without a fault. Each fault has a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 RESTARTED = "it is started again, its rows go to others; the run completes"
 ENDS = "the run ends with status 1 and names it"
@@ -68,7 +71,9 @@ def stop(name: str, seconds: float | None = None) -> Inject:
         process.suspend()
         if seconds is not None:
             await run.pause(seconds)
-            process.resume()
+            # A shard is not on the way of those who share its memory: the run may have ended.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     return inject
 
