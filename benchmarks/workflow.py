@@ -1,6 +1,6 @@
 """The workflow's presets over engines that emulate service times: overlap, staleness, switches.
 
-    make bench BENCH=workflow        (about 20 minutes)
+    make bench BENCH=workflow        (about 25 minutes)
 
 Real processes, the zmq store, and weight sync of 1 GB of real weights at every version; the engines
 sleep for the time of their work (`benchmarks/emulated`), so that two cores show what a cluster
@@ -71,7 +71,7 @@ def config(folder: Path, preset: str, bound: int, steps: int, store: str) -> dic
             "switch_mode": "in_flight" if bound else "auto",
             "sampling": {"max_new_tokens": 100_000},
         },
-        "trainer": {"plugin": "emulated", "micro_batch_tokens": 2048},
+        "trainer": {"plugin": "emulated", "micro_batch_tokens": 512},
         "loss": {"plugin": "emulated"},
         "stages": {
             "reference": _stage("reference", ("response_ids",), ("ref_logprobs",), 4),
@@ -153,7 +153,7 @@ def main() -> int:
     """Run all, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--step-s", type=float, default=2.0)
+    parser.add_argument("--step-s", type=float, default=3.0)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--store", default="zmq")
     parser.add_argument("--only", default="", help="presets, as streaming,async1")
