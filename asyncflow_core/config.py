@@ -264,10 +264,11 @@ class WorkflowConfig(Section):
     """Steps, batches and how far rollout may run ahead."""
 
     preset: Literal["sequential", "streaming", "delayed", "async"] = "async"
-    """What overlaps. sequential: every task waits for the whole batch, then works alone. streaming:
-    tasks overlap within a step, on-policy. delayed: rollout is one step ahead; each replica takes
-    new weights at its own boundary, when its running responses have ended. async: rollout is up to
-    `max_staleness` ahead, and new weights serve from the next token where the engine can."""
+    """What overlaps. sequential: every task waits for the whole batch of those it reads from.
+    streaming: tasks overlap within a step, on-policy. delayed: rollout is one step ahead; each
+    replica takes new weights at its own boundary, when its running responses have ended. async:
+    rollout is up to `max_staleness` ahead, and new weights serve from the next token where the
+    engine can."""
     max_staleness: int | None = Field(None, ge=0)
     """Most completed steps between the oldest token of a trained row and the step that trains it.
     Default: 0 for sequential and streaming, 1 for delayed and async; only async takes another."""
