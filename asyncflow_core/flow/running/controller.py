@@ -148,9 +148,10 @@ class Controller:
         for worker in workers:
             await worker.register()
         controls = self._processes.controls
-        for control in controls.values():
+        for name, control in controls.items():
             if isinstance(control, StageControl):
-                await control.start()
+                with waits.holding(f"{name} registers its task"):
+                    await control.start()
         for worker in workers:
             group.create_task(keep(worker, self._processes.restarts, self._processes.clock))
         trainer = next(c for c in controls.values() if isinstance(c, TrainerControl))
