@@ -59,11 +59,24 @@ class Process:
 
     async def connect(self):
         self.client = Client(self.address, name="test", token="t", timeout_s=600, connect_s=60)
-        await self.client.open()
+        await self._open_unless_dead()
         interface = TrainerControl if self.role == "trainer" else RolloutControl
         self.control = remote(interface, self.client, "control")
         self.faults = remote(Faults, self.client, "faults")
         return self
+
+    async def _open_unless_dead(self):
+        """A child that ends before it answers fails the test at once, not after `connect_s`."""
+        opening = asyncio.ensure_future(self.client.open())
+        dead = asyncio.ensure_future(
+            eventually(lambda: opening.done() or self.child.poll() is not None, timeout_s=60)
+        )
+        await asyncio.wait([opening, dead], return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            opening.cancel()
+            pytest.fail(f"{self.role}-{self.number} ended with status {self.child.returncode}")
+        dead.cancel()
+        await opening
 
     def signal(self, number):
         self.child.send_signal(number)

@@ -87,6 +87,12 @@ class Trainer(TrainerControl):
     async def save_model(self, path: str) -> bool:
         return False
 
+    async def save(self, path: str) -> None:
+        raise NotImplementedError
+
+    async def load(self, path: str) -> None:
+        raise NotImplementedError
+
     async def publish(self, version: int, life: int) -> PublishedWeights:
         return await self.sync.publish(version, life, weights(version, self.faults.pause_s))
 
