@@ -135,7 +135,7 @@ class Column:
         """Entries of each row of a ragged column, int64 [B]."""
         if self.offsets is None:
             raise DataError(f"only a ragged column has lengths, this one is {self.kind}")
-        lengths: NDArray[np.int64] = np.diff(self.offsets)
+        lengths: NDArray[np.int64] = self.offsets[1:] - self.offsets[:-1]
         return lengths
 
     @property

@@ -264,7 +264,7 @@ class WorkflowConfig(Section):
     """Steps, batches and how far rollout may run ahead."""
 
     preset: Literal["sequential", "streaming", "delayed", "async"] = "async"
-    """What overlaps. sequential: every task waits for the whole batch of those it reads from.
+    """What overlaps. sequential: nothing; one stage at a time works on a batch, and on all of it.
     streaming: tasks overlap within a step, on-policy. delayed: rollout is one step ahead; each
     replica takes new weights at its own boundary, when its running responses have ended. async:
     rollout is up to `max_staleness` ahead, and new weights serve from the next token where the

@@ -6,6 +6,7 @@ They are built from a plugin's options and a `PartContext`; none of them sees th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,16 +183,24 @@ def row_scorer(
         for row in range(batch.rows):
             try:
                 arguments = {name: _argument(name, batch, row, tokenizer) for name in parameters}
-                value = float(score(**arguments))
-                if not np.isfinite(value):
-                    raise ValueError(f"score is {value}, not a finite number")
-                rewards[row] = value
+                rewards[row] = _number(score(**arguments))
                 errors.append(None)
-            except Exception as error:  # noqa: BLE001 - a verifier's fault must not end the run
+            # A verifier's fault must not end the run, a task of its own that was cancelled neither.
+            except (Exception, CancelledError) as error:  # noqa: BLE001
                 errors.append(f"{type(error).__name__}: {error}"[:300])
         return {"reward": rewards, "reward_error": Column.objects(errors)}
 
     return stage
+
+
+def _number(score: Any) -> float:
+    try:
+        value = float(score)
+    except (TypeError, ValueError):
+        raise TypeError(f"the score is {score!r:.100}, not a number") from None
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"the score is {value}, not a finite number of 32 bits")
+    return value
 
 
 def _argument(name: str, batch: Batch, row: int, tokenizer: Tokenizer | None) -> Any:

@@ -6,7 +6,9 @@ Real processes, the zmq store, and weight sync of 1 GB of real weights at every 
 sleep for the time of their work (`benchmarks/emulated`), so that two cores show what a cluster
 would. Pure work a step: trainer 1.00, rollout 0.93 (16 slots on 2 replicas), reference 0.55, reward
 0.35, advantage 0.20; 64 samples in groups of 8, lengths lognormal with sigma 1.0, the longest 0.8.
-Measured from step 10 on. Prints a table, and last a JSON line.
+Measured from step 10 on. Prints a table, and last a JSON line. `ideal` is what the same batches
+would take if nothing cost time but the work itself (`benchmarks/emulated/ideal.py`; async: the
+trainer's work).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ EMULATED = ROOT / "benchmarks" / "emulated"
 sys.path.insert(0, str(EMULATED))
 
 from asyncflow_emulated import GROUPS, SAMPLES, Loads  # noqa: E402
+from ideal import sequential, streaming  # noqa: E402
 
 FIRST = 10
 """Steps before this one are the start of the pipeline."""
@@ -67,7 +70,7 @@ def config(folder: Path, preset: str, bound: int, steps: int, store: str) -> dic
         "rollout": {
             "plugin": "emulated",
             "replicas": 2,
-            "rows_in_flight": 12,  # four wait in the replica, so that no slot waits for the store
+            "rows_in_flight": 8,
             "switch_mode": "in_flight" if bound else "auto",
             "sampling": {"max_new_tokens": 100_000},
         },
@@ -149,6 +152,12 @@ def measure(logs: dict[str, list[Line]], steps: int, summary: dict[str, Any]) ->
     )
 
 
+def ideal(preset: str, steps: int) -> float:
+    """Steps that a measured one would take if nothing cost time but the work."""
+    known = {"sequential": sequential, "streaming": streaming}
+    return known[preset](range(FIRST, steps)) if preset in known else 1.0
+
+
 def main() -> int:
     """Run all, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -162,7 +171,9 @@ def main() -> int:
     runs |= {f"async{bound}": ("async", bound) for bound in (1, 2, 4)}
     chosen = arguments.only.split(",") if arguments.only else list(runs)
     found: dict[str, Result] = {}
-    print(f"{'run':<12}{'step':>8}{'waits':>8}{'exposed':>9}{'max':>6}{'mean':>7}  staleness")
+    os.environ |= Loads("", step_s=arguments.step_s).to_environment()
+    shares = f"{'step':>8}{'ideal':>8}{'waits':>8}{'exposed':>9}"
+    print(f"{'run':<12}{shares}{'max':>6}{'mean':>7}  staleness")
     for name in chosen:
         preset, bound = runs[name]
         found[name] = made = run(
@@ -175,7 +186,8 @@ def main() -> int:
         )
         stale = made.summary
         print(
-            f"{name:<12}{made.step_s / arguments.step_s:>8.3f}{made.waiting:>8.3f}"
+            f"{name:<12}{made.step_s / arguments.step_s:>8.3f}"
+            f"{ideal(preset, arguments.steps):>8.3f}{made.waiting:>8.3f}"
             f"{made.exposed:>9.4f}{stale['max_staleness_trained']:>6}"
             f"{stale['mean_staleness_trained']:>7.2f}",
             flush=True,

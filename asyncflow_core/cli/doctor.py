@@ -48,7 +48,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
             for name, chosen in plan.chosen.items()
         },
         "tasks": {
-            name: {"reads": list(task.reads), "writes": list(task.writes)}
+            name: {"reads": list(task.columns), "writes": list(task.spec.writes)}
             for name, task in plan.tasks.items()
         },
         "workflow": {
@@ -69,6 +69,9 @@ def _notes(plan: Plan) -> list[str]:
             f"only the first of a step's {flow.updates_per_step} updates is on-policy to the "
             f"token; the others train rows that are that many updates old"
         )
+    if flow.preset == "sequential":
+        turns = [name for name, task in plan.tasks.items() if task.spec.batch_groups]
+        notes.append(f"one stage at a time works on a batch: rollout, {', '.join(turns)}")
     if "proximal" in plan.tasks:
         notes.append(
             f"the loss {plan.config.loss.plugin!r} reads proximal_logprobs: the trainer computes "

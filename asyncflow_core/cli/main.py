@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -161,6 +162,35 @@ class _StartedError(Exception):
     """A `ConfigError` that only showed when the run had started."""
 
 
+def _failed(error: Exception) -> int:
+    """Say why; the exit status."""
+    if isinstance(error, ConfigError):
+        print(f"asyncflow: {len(error.faults)} fault(s), nothing was started:", file=sys.stderr)
+        for fault in error.faults:
+            print(f"  {fault}", file=sys.stderr)
+        return 2
+    if isinstance(error, AsyncFlowError):
+        print(f"asyncflow: {error.code}: {error}", file=sys.stderr)
+    elif isinstance(error, _StartedError):
+        print(f"asyncflow: the run was ended, config: {error}", file=sys.stderr)
+    elif isinstance(error, OSError) and _about_output(error):
+        _forget_output()
+        print(f"asyncflow: what it prints cannot be written: {error.strerror}", file=sys.stderr)
+    else:
+        raise error
+    return 1
+
+
+def _about_output(error: OSError) -> bool:
+    """Whether it is of a stream, since those of files name the file."""
+    return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO)
+
+
+def _forget_output() -> None:
+    """The interpreter flushes what is left when it ends, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -184,17 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         print("asyncflow: interrupted; every process of the run was ended", file=sys.stderr)
         return 130
-    except ConfigError as error:
-        print(f"asyncflow: {len(error.faults)} fault(s), nothing was started:", file=sys.stderr)
-        for fault in error.faults:
-            print(f"  {fault}", file=sys.stderr)
-        return 2
-    except _StartedError as error:
-        print(f"asyncflow: the run was ended, config: {error}", file=sys.stderr)
-        return 1
-    except AsyncFlowError as error:
-        print(f"asyncflow: {error.code}: {error}", file=sys.stderr)
-        return 1
+    except (AsyncFlowError, _StartedError, OSError) as error:
+        return _failed(error)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import time
@@ -12,6 +13,8 @@ from asyncflow_core.config import RunConfig
 from asyncflow_core.flow.running.results import StepResult, Summary
 
 __all__ = ["Progress"]
+
+_log = logging.getLogger(__name__)
 
 _EVERY_S = 10.0
 """Seconds between lines where there is no terminal."""
@@ -28,17 +31,27 @@ class Progress:
         self._start: float | None = None
         self._printed = 0.0
         self._reward: float | None = None
+        self._silent = False
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        """A reader that went away, as of a pipe, does not end the run."""
+        if self._silent:
+            return
+        try:
+            print(text, end=end, flush=True)
+        except OSError as error:
+            self._silent = True
+            _log.warning("the progress cannot be shown any more (%s); the run goes on", error)
 
     def starting(self) -> None:
         """Say what is about to run."""
         flow, config = self._config.workflow, self._config
         resumed = f", resumed from step {self._first}" if self._resumed else ""
-        print(
+        self._print(
             f"run {config.name}{resumed}: {flow.preset}, max staleness {flow.bound}, "
             f"{flow.steps} steps of {flow.groups_per_step} x {flow.group_size} samples, "
             f"rollout {config.rollout.plugin} x{config.rollout.replicas}, "
-            f"trainer {config.trainer.plugin} x{config.trainer.world_size}; starting processes ...",
-            flush=True,
+            f"trainer {config.trainer.plugin} x{config.trainer.world_size}; starting processes ..."
         )
 
     def step(self, step: StepResult) -> None:
@@ -64,17 +77,17 @@ class Progress:
         )
         if self._terminal:  # a line that wraps is not overwritten by the next one
             line = f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}"
-        print(line, end="" if self._terminal else "\n", flush=True)
+        self._print(line, end="" if self._terminal else "\n")
 
     def close(self) -> None:
         """End the line on a terminal."""
         if self._terminal and self._start is not None:
-            print(flush=True)
+            self._print("")
 
     def finished(self, summary: Summary, folder: Path) -> None:
         """Say where things are, and last what was learned."""
         shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        print(
+        self._print(
             f"{summary.rows_trained} rows trained in {summary.wall_s:.0f} s "
             f"(whole run {summary.total_s:.0f} s), staleness mean "
             f"{summary.mean_staleness_trained:.2f}, max {summary.max_staleness_trained} of "
@@ -82,16 +95,16 @@ class Progress:
             f"{summary.busy_trainer:.0%}"
         )
         if summary.reward_errors:
-            print(
+            self._print(
                 f"{summary.reward_errors} rewards failed and count 0; see reward_error in samples"
             )
         model = ", model/" if (folder / "model").exists() else ""
-        print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})")
+        self._print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})")
         if summary.eval_before is not None and summary.eval_after is not None:
             evaluation = self._config.evaluation
             least = evaluation.success if evaluation else 1.0
             what = "exact match" if least == 1.0 else f"share with reward >= {least:g}"
-            print(
+            self._print(
                 f"held-out {what}: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
             )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncflow_core.errors import ConfigError
+from asyncflow_core.errors import ConfigError, DataError
 from asyncflow_core.flow.running.status import STATUS_FILE, Status, WorkerStatus
 
 __all__ = ["find_run", "picture", "top"]
@@ -67,10 +67,22 @@ def find_run(run: str) -> Path:
 
 
 def _read(folder: Path) -> tuple[Status, dict[str, Any] | None]:
-    status = Status.from_json((folder / STATUS_FILE).read_bytes())
-    summary = folder / "summary.json"
+    path, summary = folder / STATUS_FILE, folder / "summary.json"
+    try:
+        status = Status.from_json(path.read_bytes())
+    except DataError as error:
+        raise DataError(
+            f"{str(path)!r} cannot be shown: {error}; a run that goes on writes it anew within "
+            f"seconds, what one that ended did is in its other files"
+        ) from error
     if status.state == "finished" and summary.is_file():
-        found: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(summary.read_bytes())
+        except ValueError as error:
+            raise DataError(
+                f"{str(summary)!r} cannot be shown: it is no JSON ({error}); without the file the "
+                f"rest is shown"
+            ) from error
         return status, found
     return status, None
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncflow_core.errors import ConfigError, PluginNotFoundError
+from asyncflow_core.flow.building import build
 from asyncflow_core.flow.processes.serve import INTERFACES, SUPPORTS
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registry
@@ -61,7 +62,7 @@ class _Opening:
         registry = self._registry or Registry()
         plugin = registry.get(self._kind, self._plugin)
         context = PartContext(name=self._kind, registry=registry)
-        service: Service = plugin.factory(plugin.parse_options(self._options), context)
+        service: Service = build(plugin, plugin.parse_options(self._options), context)
         return await stack.enter_async_context(service)
 
     async def __aexit__(

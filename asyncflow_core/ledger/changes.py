@@ -83,6 +83,7 @@ class Changes:
         # Readers that keep up miss nothing: a store cannot drop more groups than it holds rows.
         self._drops = DropLog(length=max(1024, capacity_rows))
         self._effects = Effects()
+        self._intakes: dict[Admission, Intake] = {}
 
     def _add(self, block: Block) -> None:
         """Take a block, whose views are in line with the queues."""
@@ -244,7 +245,7 @@ class Intake:
             (task, all(self._given[column] for column in task.reads))
             for task in ledger._tasks.seeing(admission.partition)
         ]
-        ledger._effects.ready.update(task.spec.name for task, ready in self._views if ready)
+        self._ready = [task.spec.name for task, ready in self._views if ready]
         self.most = max(1, BLOCK_ROWS // admission.samples)
 
     def put(
@@ -279,6 +280,7 @@ class Intake:
         )
         block.place = place
         ledger._add(block)
+        ledger._effects.ready.update(self._ready)
         for view, (task, ready) in zip(views, self._views, strict=True):
             if ready:
                 task.offer_new(block, view)

@@ -15,6 +15,25 @@ __all__ = ["ReadyQueue"]
 _Bucket = OrderedDict[int, Block]
 
 
+class _Closed:
+    """Blocks of a batch that is not handed out yet, and how many whole groups wait in them."""
+
+    __slots__ = ("blocks", "groups")
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[Block, int]] = {}
+        self.groups = 0
+
+    def add(self, block: Block, groups: int) -> None:
+        """It waits, or waits with other groups."""
+        self.groups += groups - self.blocks.get(block.number, (block, 0))[1]
+        self.blocks[block.number] = block, groups
+
+    def discard(self, block: Block) -> None:
+        """It waits no more, if it did."""
+        self.groups -= self.blocks.pop(block.number, (block, 0))[1]
+
+
 class ReadyQueue:
     """Blocks, each at most once; every operation costs O(1), O(log batches) for ADMITTED.
 
@@ -34,7 +53,7 @@ class ReadyQueue:
     def __init__(self, order: Order, max_staleness: int, batch_groups: int = 0) -> None:
         """An empty queue."""
         self._batch_groups = batch_groups
-        self._closed: dict[int, OrderedDict[int, tuple[Block, int]]] = {}
+        self._closed: dict[int, _Closed] = {}
         self._opened: set[int] = set()
         self._order = order
         self._max_staleness = max_staleness
@@ -49,9 +68,9 @@ class ReadyQueue:
         """
         batch = block.batch
         if self._batch_groups and batch is not None and batch not in self._opened:
-            closed = self._closed.setdefault(batch, OrderedDict())
-            closed[block.number] = block, groups
-            if sum(count for _, count in closed.values()) >= self._batch_groups:
+            closed = self._closed.setdefault(batch, _Closed())
+            closed.add(block, groups)
+            if closed.groups >= self._batch_groups:
                 self.open(batch)
             return
         bucket = self._bucket(block)
@@ -63,14 +82,16 @@ class ReadyQueue:
         """From now on groups of this batch are handed out."""
         if batch is not None and batch not in self._opened:
             self._opened.add(batch)
-            closed = self._closed.pop(batch, OrderedDict())
-            for _, (block, _) in sorted(closed.items()):  # as they were put, not as they came
+            closed = self._closed.pop(batch, _Closed())
+            for _, (block, _) in sorted(
+                closed.blocks.items()
+            ):  # as they were put, not as they came
                 self.push(block)
 
     def discard(self, block: Block) -> None:
         """Take a block out, if it is there."""
         if self._closed and block.batch in self._closed:
-            self._closed[block.batch].pop(block.number, None)
+            self._closed[block.batch].discard(block)
             return
         batch = block.batch if self._batches else None
         bucket = self._buckets.get(batch)

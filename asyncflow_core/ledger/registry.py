@@ -72,6 +72,11 @@ class TaskTable:
         """Name to queue."""
         return {name: task.stats() for name, task in self._tasks.items()}
 
+    def ready_rows(self, name: str) -> int | None:
+        """Rows in a task's queue; None of one that is not registered."""
+        task = self._tasks.get(name)
+        return None if task is None else task.ready
+
     def for_lease(self, name: str, version: int | None) -> Task:
         """The task, if its order agrees with whether there is a version."""
         task = self._tasks.get(name)
@@ -101,9 +106,10 @@ class TaskTable:
             raise UnsupportedCapabilityError(
                 f"no lease policy {name!r} (there are: {sorted(policies)}); name one of these"
             )
-        numbers = {"limit_rows": limit_rows, "limit_tokens": limit_tokens, "lease_s": lease_s}
-        wrong = {n: v for n, v in numbers.items() if v is not None and v <= 0}
-        if wrong:
+        few = limit_rows is not None and limit_rows <= 0
+        if lease_s <= 0 or few or (limit_tokens is not None and limit_tokens <= 0):
+            numbers = {"limit_rows": limit_rows, "limit_tokens": limit_tokens, "lease_s": lease_s}
+            wrong = {n: v for n, v in numbers.items() if v is not None and v <= 0}
             raise ConfigError(f"a lease's limits are above 0, got {wrong}; leave out a limit")
         return policies[name]
 

@@ -42,6 +42,9 @@ from asyncflow_core.services.data_store import (
 
 __all__ = ["Claim", "Effects", "Grant", "Intake", "Ledger"]
 
+_MAX_INTAKES = 64
+"""Kept; one a global batch or two are in use."""
+
 
 class Ledger(Changes):
     """Rows, tasks, leases and credit of one store.
@@ -61,6 +64,7 @@ class Ledger(Changes):
             ConfigError: see `DataStore.register`.
         """
         self._tasks.join(spec)
+        self._intakes.clear()
 
     def leave(self, name: str) -> bool:
         """Take a member from a task; the last one ends it: its leases are void, rows go on.
@@ -71,6 +75,7 @@ class Ledger(Changes):
         task = self._tasks.leave(name)
         if task is None:
             return False
+        self._intakes.clear()
         for lease in [lease for lease in self._leases.live.values() if lease.task is task]:
             self._lose(lease)
         for block in list(self._blocks.values()):
@@ -139,8 +144,13 @@ class Ledger(Changes):
         Raises:
             DataError: the groups could never move through the store.
         """
-        self.check_admission(admission)
-        return Intake(self, admission)
+        intake = self._intakes.get(admission)
+        if intake is None:
+            self.check_admission(admission)
+            if len(self._intakes) >= _MAX_INTAKES:
+                self._intakes.clear()
+            intake = self._intakes[admission] = Intake(self, admission)
+        return intake
 
     def drop(self, keys: Iterable[Key], *, reason: str) -> int:
         """Take rows out for every task; returns how many were there.
@@ -431,6 +441,10 @@ class Ledger(Changes):
         """The task of a live or remembered lease."""
         lease = self._leases.get(lease_id)
         return None if lease is None else lease.task.spec
+
+    def ready_rows(self, task: str) -> int | None:
+        """Rows of a task that are ready; None of one that is not registered."""
+        return self._tasks.ready_rows(task)
 
     def block(self, number: int) -> Block:
         """A block of which a row lives."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -27,6 +27,7 @@ __all__ = [
     "Checksum",
     "ManifestBuilder",
     "PublishedWeights",
+    "SupportsOverlappedFetch",
     "TensorSpec",
     "WeightManifest",
     "WeightPart",
@@ -375,11 +376,13 @@ class WeightSyncCapabilities:
         localities: where the two sides may be: "process", "host", "network".
         source: what `fetch` gives a replica: "buckets", "path" or "collective".
         concurrent_versions: versions that can be held at once.
+        overlapped_fetch: it is a `SupportsOverlappedFetch`.
     """
 
     localities: frozenset[str] = frozenset({"process", "host"})
     source: str = "buckets"
     concurrent_versions: int = 2
+    overlapped_fetch: bool = False
 
 
 class WeightSync(Service):
@@ -415,3 +418,20 @@ class WeightSync(Service):
     @abstractmethod
     async def stats(self) -> WeightSyncStats:
         """Versions held, bytes moved."""
+
+
+@runtime_checkable
+class SupportsOverlappedFetch(Protocol):
+    """A transport from which replicas take a version in while the trainer still exports it."""
+
+    async def coming(self, version: int, life: int) -> PublishedWeights | None:
+        """Of the publishing side: what can be fetched of a version before it has come whole.
+
+        Call it once, while `publish` of the version is awaited. What `fetch` makes of it yields
+        buckets as they come and raises if they do not. Its manifest has no checksum, and lists the
+        tensors that are expected: only what `publish` returns says what came.
+
+        Returns:
+            None where it cannot be told what will come, as of a first version, or `publish` failed.
+        """
+        ...

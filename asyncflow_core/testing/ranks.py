@@ -13,8 +13,9 @@ from typing import TypeVar
 
 from asyncflow_core.batch import Batch, BatchRef, GroupKey
 from asyncflow_core.errors import AsyncFlowError, ServiceClosedError, ServiceError
-from asyncflow_core.flow.working.fanout import Ranks, TrainerRank
+from asyncflow_core.flow.working.fanout import Ranks
 from asyncflow_core.flow.working.micro_batches import split
+from asyncflow_core.flow.working.rank import TrainerRank
 from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.services.data_store import Lease, TaskSpec
 from asyncflow_core.services.trainer import (

@@ -20,6 +20,7 @@ from asyncflow_core.services.weight_sync import (
     Bucket,
     Checksum,
     PublishedWeights,
+    SupportsOverlappedFetch,
     TensorSpec,
     WeightSource,
     WeightSync,
@@ -202,6 +203,99 @@ class WeightSyncTests:
         published = await service.publish(1, 0, stream(random_buckets(1)))
         await self.checksum(replica, published)
         assert (await replica.stats()).bytes_fetched >= published.manifest.nbytes
+
+    async def test_coming_version_is_fetched_while_it_is_published(
+        self, service: WeightSync, replica: WeightSync, capabilities: WeightSyncCapabilities
+    ) -> None:
+        """WS-13; bucket after bucket, each as soon as it was given."""
+        requires(capabilities.overlapped_fetch, "overlapped_fetch: True")
+        assert isinstance(service, SupportsOverlappedFetch)
+        first = asyncio.ensure_future(service.publish(1, 0, stream(random_buckets(1))))
+        assert await service.coming(1, 0) is None  # nobody knows yet what a model consists of
+        await first
+        await service.retire(1)
+        given, received = asyncio.Semaphore(0), Checksum()
+
+        async def one_by_one() -> AsyncIterator[Bucket]:
+            async for bucket in reused(random_buckets(2)):
+                await given.acquire()
+                yield bucket
+
+        publishing = asyncio.ensure_future(service.publish(2, 0, one_by_one()))
+        coming = await service.coming(2, 0)
+        assert coming is not None
+        assert (coming.manifest.version, coming.manifest.checksum) == (2, "")
+        await replica.attach("rollout-0", coming)
+        given.release()
+        async for bucket in self.receive(await replica.fetch(coming)):
+            for spec in bucket.specs:
+                data = bucket.tensor_bytes(spec)
+                received.add(spec.name, spec.dtype, spec.shape, data)
+            given.release()  # the next one is given only now
+        published = await publishing
+        assert published.manifest == manifest_of(random_buckets(2), 2)
+        assert replace(published.manifest, checksum="") == coming.manifest
+        assert received.hexdigest() == published.manifest.checksum
+        assert await self.checksum(replica, published) == published.manifest.checksum
+
+    @pytest.mark.parametrize("end", ["error", "cancelled"])
+    async def test_coming_version_that_fails_ends_the_fetch(
+        self,
+        service: WeightSync,
+        replica: WeightSync,
+        capabilities: WeightSyncCapabilities,
+        end: str,
+    ) -> None:
+        """WS-13, WS-5."""
+        requires(capabilities.overlapped_fetch, "overlapped_fetch: True")
+        assert isinstance(service, SupportsOverlappedFetch)
+        await service.publish(1, 0, stream(random_buckets(1)))
+        await service.retire(1)
+        begun, cut = asyncio.Event(), asyncio.Event()
+
+        async def cut_off() -> AsyncIterator[Bucket]:
+            yield random_buckets(2)[0]
+            begun.set()
+            await cut.wait()
+            raise DataError("cut")
+
+        publishing = asyncio.ensure_future(service.publish(2, 0, cut_off()))
+        coming = await service.coming(2, 0)
+        assert coming is not None
+        fetching = asyncio.ensure_future(self.checksum(replica, coming))
+        await begun.wait()
+        if end == "error":
+            cut.set()
+        else:
+            publishing.cancel()
+        with pytest.raises(ServiceError):
+            await fetching
+        with pytest.raises((DataError, asyncio.CancelledError)):
+            await publishing
+        assert (await service.stats()).versions == ()
+        again = await service.publish(2, 0, stream(random_buckets(2)))
+        assert await self.checksum(replica, again) == again.manifest.checksum
+
+    async def test_coming_version_of_other_tensors_fails_or_differs(
+        self, service: WeightSync, replica: WeightSync, capabilities: WeightSyncCapabilities
+    ) -> None:
+        """WS-13; what comes is not what was expected: the checksum of what is published says so."""
+        requires(capabilities.overlapped_fetch, "overlapped_fetch: True")
+        assert isinstance(service, SupportsOverlappedFetch)
+        await service.publish(1, 0, stream(random_buckets(1)))
+        for version, other in enumerate((random_buckets(2)[:2], [*random_buckets(3)[::-1]]), 2):
+            await service.retire(version - 1)
+            publishing = asyncio.ensure_future(service.publish(version, 0, stream(other)))
+            coming = await service.coming(version, 0)
+            assert coming is not None
+            try:
+                found = await self.checksum(replica, coming)
+            except ServiceError:
+                found = ""
+            published = await publishing
+            assert found != published.manifest.checksum
+            assert published.manifest == manifest_of(other, version)
+            assert await self.checksum(replica, published) == published.manifest.checksum
 
     async def test_fetch_next_versions_bit_equal(
         self, service: WeightSync, replica: WeightSync

@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from asyncflow_core.errors import ConfigError
 from asyncflow_core.wire.addresses import listens
 from asyncflow_core.wire.codec import Buffer
 from asyncflow_core.wire.limits import Limits
@@ -42,6 +43,9 @@ _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 # would pin whole. It is also where pyzmq stops copying on its way out.
 COPY_BELOW = 1 << 16
 
+_LONGEST_S = ((1 << 31) - 1) // 1000
+"""libzmq counts milliseconds in 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
@@ -59,6 +63,15 @@ class Heartbeat:
 
     interval_s: float = 2.0
     timeout_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        """Refuse what would probe without a pause, or lose every peer at once."""
+        if not 0.001 <= self.interval_s <= self.timeout_s <= _LONGEST_S:
+            raise ConfigError(
+                f"a heartbeat's interval_s is at least 0.001 s and at most its timeout_s, "
+                f"which is at most {_LONGEST_S} s; got "
+                f"interval_s={self.interval_s:g} and timeout_s={self.timeout_s:g}"
+            )
 
 
 def new_socket(

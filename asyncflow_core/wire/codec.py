@@ -59,10 +59,15 @@ class Encoder:
         self._packer = msgpack.Packer(default=self._default, strict_types=True)
         self._frames: list[Buffer] = []
 
-    def encode(self, value: Any) -> list[Buffer]:
+    def encode(self, value: Any, *, known: bool = False) -> list[Buffer]:
         """Header and frames of a value; frames are views of its arrays, not copies.
 
         Arrays may not change until the message has left.
+
+        Args:
+            value: what to send.
+            known: how it nests, and the keys of its maps, are the caller's own choice and allowed;
+                so its header is not read again to see whether a receiver would refuse it.
 
         Raises:
             DataError: something in the value cannot be sent, or the message is over a limit.
@@ -80,7 +85,8 @@ class Encoder:
         fault = _over_limit(header, frames, self._limits)
         if fault:
             raise DataError(f"a message is too large to send: {fault}")
-        self._check_shape(header)
+        if not known or len(header) > self._limits.items:  # an entry takes a byte at least
+            self._check_shape(header)
         return [header, *frames]
 
     def _check_shape(self, header: bytes) -> None:
@@ -150,11 +156,13 @@ def decode(
     Raises:
         WireDecodeError: the frames are malformed or over a limit, or not of that type.
     """
-    from asyncflow_core.wire._typed import builder
-
     if not frames:
         raise WireDecodeError("a message has no header")
     tree = unpack(bytes(frames[0]), frames[1:], limits or Limits())
+    if annotation is Any:
+        return tree
+    from asyncflow_core.wire._typed import builder
+
     return builder(strict=strict).build(annotation, tree)
 
 

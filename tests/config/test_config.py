@@ -228,7 +228,7 @@ def test_flow_mistakes_in_python_come_at_once_without_a_file(folder):
 def test_flow_lambda_as_reward_works_in_its_own_process(folder):
     extra = af.stage(columns, reads=["reward"], writes=["extra"])
     made = python_flow(folder, lambda response: 1.0, extra)
-    assert made.plan.tasks["reward"].reads == ("response_ids",)
+    assert made.plan.tasks["reward"].columns == ("response_ids",)
 
 
 def _sections(model=RunConfig, seen=()):

@@ -238,6 +238,18 @@ CASES = [
         ),
     ),
     case(
+        "store too small for the groups that batches start beyond their own",
+        [
+            ("preset: async", "preset: async, extra_groups: 4"),
+            ("evaluation: null", "data_store: {plugin: memory, options: {capacity_rows: 16}}"),
+        ],
+        (
+            "data_store",
+            "the store holds 16 rows, but 2 batch(es) of 8 x 2 rows may be open",
+            "which take 32",
+        ),
+    ),
+    case(
         "store too small in bytes",
         [
             ("max_new_tokens: 1", "max_new_tokens: 8192"),

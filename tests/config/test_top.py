@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from asyncflow_core.cli.main import main
+from asyncflow_core.cli.progress import Progress
 from asyncflow_core.cli.top import picture
+from asyncflow_core.config import RunConfig
 from asyncflow_core.flow.running.results import Summary
 from asyncflow_core.flow.running.status import Bottleneck, Staleness, Status, Tokens, WorkerStatus
 from asyncflow_core.services.data_store import StoreStats, TaskStats
@@ -148,3 +150,47 @@ def test_top_of_no_run_says_where_it_looked(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["top", run]) == 2
     assert f"neither {run}/status.json nor runs/{run}/status.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("status.json", "status.json' cannot be shown: this is not the status of a run"),
+        ("summary.json", "summary.json' cannot be shown: it is no JSON"),
+    ],
+)
+def test_damaged_file_is_named_with_what_to_do(tmp_path, command, name, said):
+    (tmp_path / "status.json").write_bytes(dataclasses.replace(STATUS, state="finished").to_json())
+    (tmp_path / name).write_text("{")
+    status, _, err = command("top", str(tmp_path))
+    assert status == 1
+    assert said in err
+    assert "Traceback" not in err
+
+
+class Full:
+    """A stream that takes nothing."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return False
+
+
+def test_progress_that_cannot_be_shown_ends_no_run(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stdout", Full())
+    part = {"plugin": "any"}
+    config = RunConfig(
+        **dict.fromkeys(("prompts", "rollout", "trainer", "loss"), part),
+        stages={},
+        workflow={"steps": 1, "groups_per_step": 1, "group_size": 1},
+    )
+    progress = Progress(config)
+    progress.starting()
+    progress.starting()
+    assert len(caplog.messages) == 1
+    assert "cannot be shown any more" in caplog.messages[0]

@@ -70,8 +70,19 @@ def test_the_only_checkpoint_damaged_says_so(checkpoints):
         checkpoints.load(1)
 
 
+def test_checkpoint_without_a_file_of_the_trainer_does_not_count(checkpoints):
+    checkpoints.begin(1).mkdir()
+    with pytest.raises(
+        ServiceError, match=r"wrote no file into .*part-1/trainer', so step 1 could"
+    ):
+        checkpoints.finish(checkpoint(1))
+    assert checkpoints.versions() == []
+
+
 def test_checkpoint_that_cannot_be_written_says_where(checkpoints):
-    checkpoints.begin(1)
+    trainer = checkpoints.begin(1)
+    trainer.mkdir()
+    trainer.joinpath("weights").touch()
     checkpoints.path.joinpath("1").mkdir()
     checkpoints.path.joinpath("1", "full").touch()
     with pytest.raises(ServiceError, match=r"part-1' cannot be written: Directory not empty"):

@@ -7,7 +7,8 @@ import pytest
 
 from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey
 from asyncflow_core.errors import EngineError, InvariantError, ServiceError
-from asyncflow_core.flow.working.fanout import Ranks, TrainerRank
+from asyncflow_core.flow.working.fanout import Ranks
+from asyncflow_core.flow.working.rank import TrainerRank
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference.data_store import InProcessDataStore
 from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions

@@ -35,7 +35,7 @@ async def test_filter_drops_groups_that_do_not_differ_and_counts_their_tokens(st
     sampling, wasted = DynamicSampling(), Counter()
     for task in (SCORE, TRAIN):
         await store.register(task)
-    await start(filter_task(0), filter_work(sampling, wasted), requester=FILTER, rows_in_flight=64)
+    await start(filter_task(), filter_work(sampling, wasted), requester=FILTER, rows_in_flight=64)
     await put(3, samples=2, batch=0)
     await put(1, samples=2, partition="eval", first=9)
     await score(store, [0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0])  # the last one is held out

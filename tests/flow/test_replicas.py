@@ -54,6 +54,15 @@ async def test_counters_go_on_over_lives_and_what_was_begun_is_known():
     assert replicas.count == 2
 
 
+async def test_replica_that_owes_an_answer_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr("asyncflow_core.flow.processes.replicas._ANSWER_S", 0.01)
+    silent = Replica("a", tokens_generated=10)
+    replicas = Replicas({"a": silent, "b": Replica("b", tokens_generated=5)})
+    await replicas.look()
+    silent.stats = asyncio.Event().wait
+    assert (await replicas.totals()).tokens_generated == 15
+
+
 def weights(version):
     return SimpleNamespace(manifest=SimpleNamespace(version=version, checksum="sum", life=0))
 

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from asyncflow_core.batch import GroupKey, Key
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError, DataError, ServiceError
-from asyncflow_core.flow.running.assigned import TRAINING
+from asyncflow_core.flow.running.assigned import TRAINING, Assigned, groups_record
+from asyncflow_core.flow.running.policies.over_sampling import STRAGGLER
 from asyncflow_core.flow.running.supply import EVALUATION, Supply
 from asyncflow_core.flow.working.threads import DaemonThread
 from asyncflow_core.parts import PromptRecord
@@ -47,11 +49,18 @@ def config(**workflow):
 
 
 @contextlib.asynccontextmanager
-async def supplying(store, prompts, config):
+async def supplying(store, prompts, config, assigned=None):
     thread = DaemonThread("prompts")
-    supply = Supply(store, prompts, config, thread)
-    tasks = [asyncio.create_task(supply.admit()), asyncio.create_task(supply.watch_drops())]
-    supply.running = asyncio.gather(*tasks)
+    supply = Supply(store, prompts, config, thread, assigned=assigned)
+    tasks = []
+
+    def start():
+        tasks.extend(map(asyncio.create_task, (supply.admit(), supply.watch_drops())))
+        supply.running = asyncio.gather(*tasks)
+
+    supply.start = start
+    if assigned is None:
+        start()
     try:
         yield supply
     finally:
@@ -93,6 +102,45 @@ async def test_supply_dropped_group_is_replaced_in_its_batch_by_the_next_prompt(
         await eventually(lambda: waiting(store, 4))
         lease = await store.lease("see", requester="t")
         assert {(info.batch, info.key.sequence) for info in lease.rows} == {(0, 1), (0, 2)}
+
+
+class SlowStore(InProcessDataStore):
+    """The second put waits."""
+
+    gate = None
+    puts = 0
+
+    async def put(self, *args, **more):
+        self.puts += 1
+        if self.puts == 2:
+            await self.gate.wait()
+        return await super().put(*args, **more)
+
+
+async def test_stragglers_still_on_their_way_when_their_batch_is_trained_are_dropped():
+    """A resumed batch is whole by what the store kept, before its new groups are there."""
+    run = config(max_staleness=None, preset="async", extra_groups=1)
+    async with SlowStore(max_staleness=1) as store:
+        store.gate = asyncio.Event()
+        await store.register(SEE)
+        kept = [GroupKey(TRAINING, 0, 0), GroupKey(TRAINING, 0, 1)]
+        assigned = Assigned()
+        assigned.apply(groups_record(0, kept, (0, 2), ""))
+        async with supplying(store, Prompts(count=20), run, assigned=assigned) as supply:
+            await supply.bring_back(0)
+            supply.start()
+            await eventually(lambda: waiting(store, 4))
+            lease = await store.lease("see", requester="t")
+            await store.commit(lease.ref())
+            await eventually(lambda: store.puts == 2)
+            late = supply.advance(1, kept)
+            assert late == [Key(TRAINING, 0, 2, sample) for sample in (0, 1)]
+            await store.drop(late, reason=STRAGGLER)  # it knows nothing of them yet
+            store.gate.set()
+            await eventually(lambda: waiting(store, 6))  # those of batch 1
+            stats = await store.stats()
+            assert (stats.rows, stats.rows_dropped) == (6, {STRAGGLER: 2})
+            assert supply.rows_put == 12
 
 
 async def test_supply_that_only_drops_ends_the_run(store, caplog):
@@ -186,10 +234,12 @@ async def test_supply_without_prompts_says_so(store):
             await asyncio.wait_for(supply.running, 5)
 
 
-async def test_supply_batch_that_never_fits_is_refused_not_awaited():
+@pytest.mark.parametrize(("unit", "there"), [("bytes", 80_000), ("rows", 3)], ids=["bytes", "rows"])
+async def test_supply_batch_that_never_fits_is_refused_not_awaited(unit, there):
     """Short prompts would fit, so only here is it known."""
-    async with InProcessDataStore(capacity_bytes=80_000) as store:
+    async with InProcessDataStore(**{f"capacity_{unit}": there}) as store:
         run = config()  # 4 rows of 256 new tokens
         async with supplying(store, Prompts(length=3000), run) as supply:
-            with pytest.raises(ConfigError, match="the data store holds 80000 bytes, but 1 batch"):
+            said = f"the data store holds {there} {unit}, but 1 batch.*raise its capacity_{unit}"
+            with pytest.raises(ConfigError, match=said):
                 await asyncio.wait_for(supply.running, 5)

@@ -9,8 +9,10 @@ import pytest
 from asyncflow_core import metrics
 from asyncflow_core.batch import Batch, Column, GroupKey, Key
 from asyncflow_core.errors import ServiceError, StalenessViolationError
-from asyncflow_core.flow.working.fanout import Ranks, TrainerRank
-from asyncflow_core.flow.working.train import TrainSettings, TrainWorker
+from asyncflow_core.flow.working.fanout import Ranks
+from asyncflow_core.flow.working.rank import TrainerRank
+from asyncflow_core.flow.working.step import TrainSettings
+from asyncflow_core.flow.working.train import TrainWorker
 from asyncflow_core.parts import PartContext
 from asyncflow_core.reference import plugin
 from asyncflow_core.reference.tabular_trainer import TabularTrainer, TabularTrainerOptions
@@ -37,6 +39,7 @@ ADVANTAGE = TaskSpec("advantage", ("response_ids",), ("advantages",))
 
 SETTINGS = TrainSettings(
     task=TRAIN,
+    columns=READS,
     loss=LOSS,
     groups_per_step=4,
     group_size=2,
@@ -215,13 +218,13 @@ async def test_step_with_two_updates_trains_equal_shares_once_each(rows, begin, 
 
 def _record_updates(worker):
     """The keys each update acknowledged."""
-    updates, real = [], worker._acknowledge
+    updates, real = [], worker._leased.acknowledge
 
     async def acknowledge(held, version, tally):
         updates.append([row.info.key for row in held])
         await real(held, version, tally)
 
-    worker._acknowledge = acknowledge
+    worker._leased.acknowledge = acknowledge
     return updates
 
 

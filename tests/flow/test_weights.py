@@ -43,6 +43,10 @@ class Replicas(RuleBasedStateMachine):
         self.confirmed = {}  # replica to versions whose checksum it reported rightly
         self.failed = {}
         self.tries = {}
+        self.void = set()  # numbers of those that came only in part, when the next began
+        self.comes = None  # number of the weights that are not all there
+        self.holds = {}  # replica to whether what it staged of them is right
+        self.early = set()  # replicas that were asked for them
 
     def take(self, instructions):
         """Check each instruction and let it happen."""
@@ -59,9 +63,13 @@ class Replicas(RuleBasedStateMachine):
                     assert not served or version > served[-1]
                     self.tries[replica, version] = self.tries.get((replica, version), 0) + 1
                     assert self.tries[replica, version] <= ATTEMPTS
+                    if version == self.comes:
+                        assert replica not in self.early
+                        self.early.add(replica)
                     self.ask(replica, found, STAGE_S)
                 case Commit(replica, _, _, life):
                     assert replica not in self.asked
+                    assert self.number(found.version, life) != self.comes
                     assert self.number(found.version, life) in self.confirmed[replica]
                     self.ask(replica, found, COMMIT_S)
                 case Compare(replica, _, _, life):
@@ -118,16 +126,41 @@ class Replicas(RuleBasedStateMachine):
         for name in NAMES[:count]:
             self.join(name)
 
-    @rule(back=st.sampled_from([None, None, None, 1, 2]))
-    def publish(self, back):
+    @rule(back=st.sampled_from([None, None, None, 1, 2]), whole=st.booleans())
+    def publish(self, back, whole):
         """The next version, or that of a new life, which goes on from an earlier one."""
+        if self.comes is not None:  # the rest of it never came
+            for name, asked in self.asked.items():
+                if isinstance(asked, Stage) and self.stages_what_comes(asked):
+                    self.deadline[name] = self.now + STAGE_S
+            self.void.add(self.comes)
+            self.comes, self.holds, self.early = None, {}, set()
         life, version = self.names[-1] if self.names else (0, -1)
         version = version + 1
         if back is not None and self.names:
             life, version = life + 1, max(0, version - back)
         self.names.append((life, version))
         self.newest = len(self.names) - 1
-        self.take(self.protocol.published(version, f"sum {self.newest}", self.now, life=life))
+        if whole:
+            self.take(self.protocol.published(version, f"sum {self.newest}", self.now, life=life))
+        else:
+            self.comes = self.newest
+            self.take(self.protocol.coming(version, self.now, life=life))
+
+    @precondition(lambda self: self.comes is not None)
+    @rule()
+    def publish_the_rest(self):
+        """What comes is there; only now its checksum is known."""
+        number, self.comes = self.comes, None
+        life, version = self.names[number]
+        for name, asked in self.asked.items():
+            if isinstance(asked, Stage) and self.number(asked.version, asked.life) == number:
+                self.deadline[name] = self.now + STAGE_S
+        held, self.holds, self.early = self.holds, {}, set()
+        found = self.protocol.published(version, f"sum {number}", self.now, life=life)
+        committed = {i.replica for i in found if isinstance(i, Commit)}
+        assert committed == {name for name, right in held.items() if right}
+        self.take(found)
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())
@@ -135,10 +168,13 @@ class Replicas(RuleBasedStateMachine):
         """Told twice, or late: nobody is asked for anything."""
         number = data.draw(st.integers(0, self.newest))
         life, version = self.names[number]
+        assert self.protocol.coming(version, self.now, life=life) == []
+        if number == self.comes or number in self.void:
+            return
         found = self.protocol.published(version, f"sum {number}", self.now, life=life)
         assert found == ([Retire(version, life)] if number in self.retired else [])
 
-    @precondition(lambda self: self.names)
+    @precondition(lambda self: self.names and self.comes is None)
     @rule()
     def publish_other_weights_as_the_same_version(self):
         life, version = self.names[-1]
@@ -162,8 +198,9 @@ class Replicas(RuleBasedStateMachine):
     def gone(self, name):
         if name in self.asked:
             self.late.append(self.answered(name))
-        for store in (self.serves, self.confirmed, self.failed):
+        for store in (self.serves, self.confirmed, self.failed, self.holds):
             store.pop(name, None)
+        self.early.discard(name)
         self.tries = {key: n for key, n in self.tries.items() if key[0] != name}
 
     @precondition(lambda self: self.asked)
@@ -173,6 +210,8 @@ class Replicas(RuleBasedStateMachine):
         asked = self.answered(replica)
         number = self.number(asked.version, asked.life)
         if how == "error" and not isinstance(asked, Compare):
+            if isinstance(asked, Stage) and number in {self.comes, *self.void}:
+                self.tries[replica, number] -= 1
             self.take(self.protocol.failed(replica, asked.call, "engine says no", self.now))
         elif isinstance(asked, Compare):
             difference = "" if how == "right" else "a bit differs"
@@ -180,11 +219,16 @@ class Replicas(RuleBasedStateMachine):
         elif isinstance(asked, Commit):
             self.serves[replica].append(number)
             self.take(self.protocol.committed(replica, asked.call, self.now))
-        elif how == "wrong":
-            self.take(self.protocol.staged(replica, asked.call, "sum of noise", self.now))
         else:
-            self.confirmed[replica].add(number)
-            self.take(self.protocol.staged(replica, asked.call, f"sum {number}", self.now))
+            checksum = f"sum {number}" if how == "right" else "sum of noise"
+            if how == "right":
+                self.confirmed[replica].add(number)
+            found = self.protocol.staged(replica, asked.call, checksum, self.now)
+            if number == self.comes:
+                self.holds[replica] = how == "right"
+                self.late.append(asked)
+                assert found == []
+            self.take(found)
 
     @precondition(lambda self: self.late)
     @rule(data=st.data(), how=st.sampled_from(["staged", "failed", "committed", "compared"]))
@@ -208,9 +252,13 @@ class Replicas(RuleBasedStateMachine):
         self.now += seconds
         due = {name for name, deadline in self.deadline.items() if name in self.asked}
         due = {name for name in due if self.deadline[name] <= self.now}
+        due = {name for name in due if not self.stages_what_comes(self.asked[name])}
         self.late += [self.answered(name) for name in due]
         self.take(self.protocol.tick(self.now))
         assert due <= self.failed.keys()
+
+    def stages_what_comes(self, asked):
+        return self.number(asked.version, asked.life) == self.comes
 
     @invariant()
     def served_versions_are_confirmed_and_increase(self):
@@ -224,13 +272,15 @@ class Replicas(RuleBasedStateMachine):
     def nobody_waits_for_another(self):
         """A replica that is free, sound and behind has been asked for the newest version."""
         for name, versions in self.serves.items():
-            if name not in self.asked and name not in self.failed and self.newest is not None:
+            tried = self.comes is not None and name in self.early
+            free = name not in self.asked and name not in self.failed and not tried
+            if free and self.newest is not None:
                 assert versions
                 assert versions[-1] == self.newest
 
     @invariant()
     def old_versions_that_nobody_fetches_are_retired(self):
-        wanted = self.fetched() | {self.newest}
+        wanted = self.fetched() | {self.newest} | self.void
         everything = set(range(0 if self.newest is None else self.newest + 1))
         assert set(self.retired) == everything - wanted, "old weights nobody needs"
         assert len(self.retired) == len(set(self.retired))
@@ -242,11 +292,16 @@ class Replicas(RuleBasedStateMachine):
         if self.newest is not None:
             assert self.protocol.settled() == done
         lines = self.protocol.waiting(self.now)
-        assert len(lines) == len(self.asked)
+        assert len(lines) == len(self.asked) + len(self.holds)
+        for name in self.holds:
+            version = self.names[self.comes][1]
+            assert f"{name} is done with version {version}, which still comes" in lines
         for name, asked in self.asked.items():
             phase = {Stage: "staging", Commit: "committing", Compare: "comparing"}[type(asked)]
-            left = self.deadline[name] - self.now
-            assert f"{name} is {phase} version {asked.version}, {left:.0f} s left" in lines
+            left = f"{self.deadline[name] - self.now:.0f} s left"
+            if self.stages_what_comes(asked):
+                left = "which still comes"
+            assert f"{name} is {phase} version {asked.version}, {left}" in lines
 
 
 Replicas.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -297,3 +352,35 @@ def test_slow_replica_holds_up_nobody_and_skips_versions():
     found = protocol.committed("slow", commit.call, 0)
     assert retired == Retire(0)
     assert [i.version for i in found if isinstance(i, Stage)] == [3]
+
+
+def test_coming_version_is_staged_at_once_and_committed_when_it_is_whole():
+    protocol = WeightProtocol(attempts=2)
+    right, broken, failing = [
+        *(protocol.join("right", 0) or protocol.join("broken", 0) or protocol.join("failing", 0)),
+        *protocol.coming(0, 0),
+    ]
+    assert [s.replica for s in (right, broken, failing)] == ["right", "broken", "failing"]
+    assert protocol.staged("right", right.call, "a", 1) == []
+    assert protocol.staged("broken", broken.call, "noise", 1) == []
+    assert protocol.failed("failing", failing.call, "the publisher gave up", 1) == []
+    assert protocol.tick(1e9) == []  # they wait for the trainer
+    commit, *again = protocol.published(0, "a", 1e9)
+    assert (type(commit), commit.replica) == (Commit, "right")
+    assert [(type(i), i.replica) for i in again] == [(Stage, "broken"), (Stage, "failing")]
+    fails = [protocol.failed(i.replica, i.call, "again", 1e9)[0] for i in again]
+    assert fails[0] == Fail("broken", 0, "again")
+    assert (type(fails[1]), fails[1].replica) == (Stage, "failing")  # that it came did not count
+
+
+def test_version_that_never_came_whole_holds_up_nobody():
+    protocol = WeightProtocol(attempts=1)
+    done, slow = [
+        *(protocol.join("done", 0) or protocol.join("slow", 0)),
+        *protocol.coming(5, 0),
+    ]
+    assert protocol.staged("done", done.call, "a", 0) == []
+    (again,) = protocol.published(3, "b", 1, life=1)  # another trainer's
+    assert (again.replica, again.version, again.life) == ("done", 3, 1)
+    (again,) = protocol.failed("slow", slow.call, "its publisher ended", 2)
+    assert (again.replica, again.version, again.life) == ("slow", 3, 1)

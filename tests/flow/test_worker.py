@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncflow_core.batch import Batch, Column, Key
-from asyncflow_core.errors import DataError, EngineError
+from asyncflow_core.errors import DataError, EngineError, ServiceError
 from asyncflow_core.flow.working.worker import LeaseKeeper, Part, Worker, first_failure, read_rows
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import Order, TaskSpec
@@ -152,6 +152,34 @@ def _open():
     gate = asyncio.Event()
     gate.set()
     return gate
+
+
+async def test_worker_whose_work_is_cancelled_from_within_ends_and_says_so(store, put, start):
+    async def work(lease, batch):
+        yield Part(lease.rows[:1])
+        inner = asyncio.create_task(asyncio.sleep(60))
+        inner.cancel()
+        await inner
+
+    worker = await start(ECHO, work, rows_in_flight=4)
+    await put(4)
+    with pytest.raises(ServiceError, match=r"^w: its work on 3 rows was cancelled, and nobody"):
+        await worker.running
+    assert (await store.lease("echo", requester="other")).rows
+
+
+async def test_worker_warns_of_the_first_drops_of_a_cause_and_drops_all(store, put, start, caplog):
+    async def work(lease, batch):
+        yield Part(lease.rows, drop=f"refused: row {lease.rows[0].key}")
+
+    await start(ECHO, work, rows_in_flight=1)
+    await put(8)
+    await eventually(lambda: _dropped(store, {"refused": 8}))
+    assert sum("w drops 1 rows: refused" in text for text in caplog.messages) == 3
+
+
+async def _dropped(store, expected):
+    return (await store.stats()).rows_dropped == expected
 
 
 async def test_worker_failed_commit_ends_it_and_gives_rows_back(store, put, start):
@@ -373,3 +401,22 @@ async def test_workers_with_shares_get_rows_by_their_keys_whoever_is_faster(stor
     await eventually(lambda: sum(map(len, done.values())) == 18)
     for number, keys in done.items():
         assert sorted(keys) == [(n, s) for n in range(6) for s in range(3) if (n + s) % 2 == number]
+
+
+async def test_worker_with_a_share_is_not_held_up_by_rows_of_one_that_has_no_room(
+    store, put, start
+):
+    never, held, done = asyncio.Event(), set(), set()
+
+    async def finish(lease, batch):
+        done.update(info.key.sequence for info in lease.rows)
+        yield Part(lease.rows)
+
+    spec = TaskSpec("see", ("prompt_ids",))
+    full = {"rows_in_flight": 1, "share": (0, 2)}
+    await start(spec, gated(never, held), requester="w-0", **full)
+    await put(1)
+    await eventually(lambda: len(held) == 1)
+    await start(spec, finish, requester="w-1", rows_in_flight=1, share=(1, 2))
+    await put(40)
+    await eventually(lambda: done == set(range(1, 41, 2)))

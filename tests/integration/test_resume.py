@@ -167,6 +167,52 @@ def test_resume_refuses_what_it_cannot_do_in_words(inline, tmp_path):
     assert_each_group_once(flow.folder, 6)
 
 
+DAMAGES = {
+    "life.json": (
+        (b"", r"life.json' is damaged .*write .\"life\": N. into it"),
+        (b'{"life": "a"}', "'a' is no number from 0 up"),
+        (None, "life.json' is damaged .*No such file"),
+    ),
+    "metrics.jsonl": (
+        (b'{"a": 1\n', r"line 1 of .*metrics.jsonl' is damaged .*; delete the line"),
+        (b'{"a": 1}\n', r"line 1 of .* is damaged \(KeyError: 'version'\)"),
+        (b"7\n", r"line 1 of .* is damaged \(TypeError: 7 is not a mapping\)"),
+    ),
+    "samples.jsonl": ((b"\xca\xfe\n", r"line 1 of .*samples.jsonl' is damaged \(UnicodeDecode"),),
+    "admitted.jsonl": (
+        (b"", r"has 0 whole lines, the checkpoint was made after \d+; bring it back, or resume"),
+        (b'{"batch": 9}\n' * 9 + b"x\n", r"line 10 of .*admitted.jsonl' .*checkpoint.resume=exact"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_resume_of_a_run_with_a_damaged_file_names_it_and_changes_nothing(inline, name):
+    flow = Flow(**inline(checkpoint__every=2))
+    list(flow.run())
+    file, more = flow.folder / name, {"workflow.steps": 6}
+    content = file.read_bytes()
+    for damaged, said in DAMAGES[name]:
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        before = files(flow.folder)
+        with pytest.raises(ConfigError, match=said):
+            list(Flow.resume(flow.folder, more).run())
+        assert files(flow.folder) == before
+    if name == "admitted.jsonl":  # the way out that was named
+        more["checkpoint.resume"] = "exact"
+    else:
+        file.write_bytes(content)
+    assert [step.version for step in Flow.resume(flow.folder, more).run()] == [5, 6]
+
+
+def files(folder):
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.endswith(".tmp")
+    }
+
+
 def test_resume_of_a_run_that_is_going_on_is_refused(inline):
     flow = Flow(**inline(checkpoint__every=1, workflow__steps=1000))
     steps = flow.run()

@@ -85,7 +85,7 @@ def test_stages_of_the_guide_make_a_sound_run(importable_examples):
     assert sorted(stages) == ["advantage", "reward"]
     config = ROOT / "examples" / "next_letter" / "config.yaml"
     plan = Flow.from_config(config, {"stages": stages}).plan
-    assert plan.tasks["advantage"].writes == ("advantages",)
+    assert plan.tasks["advantage"].spec.writes == ("advantages",)
 
 
 def test_stage_of_the_guide_equals_grpo_without_deviation(importable_examples):

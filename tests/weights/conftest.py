@@ -107,9 +107,7 @@ class Cluster:
 
     async def publish(self, version, life=0):
         async with asyncio.timeout(LIMIT_S):
-            weights = await self.trainer.control.publish(version, life)
-        self.switching.published(weights)
-        return weights
+            return await self.switching.publish(version, life, overlaps=self.transport == "host")
 
     async def serve(self, version, *names):
         """Wait until these replicas, or all, serve a version."""

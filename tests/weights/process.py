@@ -26,6 +26,7 @@ from asyncflow_core.services.weight_sync import (
     Bucket,
     Checksum,
     PublishedWeights,
+    SupportsOverlappedFetch,
     TensorSpec,
     WeightSource,
 )
@@ -95,6 +96,11 @@ class Trainer(TrainerControl):
 
     async def publish(self, version: int, life: int) -> PublishedWeights:
         return await self.sync.publish(version, life, weights(version, self.faults.pause_s))
+
+    async def coming(self, version: int, life: int) -> PublishedWeights | None:
+        if not isinstance(self.sync, SupportsOverlappedFetch):
+            return None
+        return await self.sync.coming(version, life)
 
     async def retire(self, version: int, life: int) -> None:
         await self.sync.retire(version, life)

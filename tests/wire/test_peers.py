@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from asyncflow_core.errors import BackpressureError, PeerLostError, WireDecodeError
+from asyncflow_core.errors import BackpressureError, ConfigError, PeerLostError, WireDecodeError
 from asyncflow_core.testing.aio import eventually
 from asyncflow_core.wire import Client, Encoder, Heartbeat, Server, _protocol, encode
 
@@ -293,3 +293,14 @@ async def test_server_that_sends_garbage_is_given_up(
         await call
     with pytest.raises(WireDecodeError):
         await client.call("bench.echo", {})
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "timeout_s"),
+    [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, float("inf")), (float("nan"), 1.0), (1.0, 1e7)],
+)
+def test_heartbeat_without_a_pause_or_an_end_is_refused(
+    interval_s: float, timeout_s: float
+) -> None:
+    with pytest.raises(ConfigError, match=r"a heartbeat's interval_s is at least 0\.001 s"):
+        Heartbeat(interval_s=interval_s, timeout_s=timeout_s)

@@ -18,10 +18,10 @@ import threading
 PLACES = {
     # name: (module, class or "", function, kill before or after it)
     "life": ("asyncflow_core.flow.running.folder", "", "begin_again", "before"),
-    "verified": ("asyncflow_core.flow.running.resume", "", "next_life", "before"),
-    "counted": ("asyncflow_core.flow.running.resume", "", "next_life", "after"),
-    "cutting": ("asyncflow_core.flow.running.resume", "", "_write", "before"),
-    "cut": ("asyncflow_core.flow.running.resume", "", "_write", "after"),
+    "verified": ("asyncflow_core.flow.running.resume", "", "_write_life", "before"),
+    "counted": ("asyncflow_core.flow.running.resume", "", "_write_life", "after"),
+    "cutting": ("asyncflow_core.flow.running.rewriting", "", "_rename", "before"),
+    "cut": ("asyncflow_core.flow.running.rewriting", "", "_rename", "after"),
     "restoring": ("asyncflow_core.flow.running.saving", "", "bring_back_rows", "before"),
     "restored": ("asyncflow_core.flow.running.saving", "", "bring_back_rows", "after"),
     "loaded": ("asyncflow_core.flow.running.saving", "Saving", "load", "after"),

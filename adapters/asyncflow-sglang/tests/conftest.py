@@ -6,6 +6,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,19 +27,35 @@ class RealServer:
 
     def __init__(self, model, log, **options):
         self.model = str(model)
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        chosen = make_options(model, **options)
-        command = [sys.executable, "-I", "-S", keeper.__file__, *arguments(chosen, port)]
-        with log.open("ab") as output:
+        self.log = log
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._options = make_options(model, **options)
+        self.start()
+
+    def start(self):
+        command = [sys.executable, "-I", "-S", keeper.__file__]
+        with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                command,
+                [*command, *arguments(self._options, self._port)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=environment(chosen),
+                env=environment(self._options),
             )
-        self.log = log
+
+    @property
+    def tree(self):
+        """Its processes, without the keeper."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self):
+        """By kill -9, at once."""
+        processes = self.tree
+        for process in processes:
+            process.kill()
+        self.process.wait()
+        self.process.stdin.close()
 
     def call(self, path, body=None):
         data = None if body is None else json.dumps(body).encode()
@@ -70,21 +87,42 @@ class RealServer:
     def slow_down(self, seconds):
         self.call("/slow_down", {"forward_sleep_time": seconds})
 
-    def stop(self):
+    def stop(self, *, kill=False):
+        """By closing its lifeline, or by a kill -9 of its keeper: nothing is left either way."""
+        processes = self.tree if self.process.poll() is None else []
+        if kill:
+            self.process.kill()
         self.process.stdin.close()
         self.process.wait()
+        _, left = psutil.wait_procs(processes, timeout=60)
+        assert not left
+
+
+@contextlib.contextmanager
+def started(*servers):
+    """They are up in the block, and gone after it."""
+    try:
+        yield [server.wait() for server in servers]
+    finally:
+        for number, server in enumerate(servers):
+            server.stop(kill=number > 0)
 
 
 @pytest.fixture(scope="session")
 def running_servers(model, tmp_path_factory):
     """Two servers, started side by side."""
     logs = tmp_path_factory.mktemp("logs")
-    servers = [RealServer(model, logs / f"{n}.log") for n in range(2)]
-    try:
-        yield [server.wait() for server in servers]
-    finally:
-        for server in servers:
-            server.stop()
+    with started(*(RealServer(model, logs / f"{n}.log") for n in range(2))) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model, tmp_path_factory):
+    """A server on two tensor parallel ranks."""
+    log = tmp_path_factory.mktemp("logs") / "ranks.log"
+    chosen = {"engine_args": {"tp_size": 2}, "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+    with started(RealServer(model, log, **chosen)) as (server,):
+        yield server
 
 
 @pytest.fixture

@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from asyncflow_core.batch import Key
 from asyncflow_core.parts import PartContext
-from asyncflow_core.services.rollout import GenerateRequest, SamplingParams
-from asyncflow_core.services.weight_sync import Bucket, TensorSpec, WeightSource
-from asyncflow_core.testing.aio import manifest_of, stream
+from asyncflow_core.testing import generation
+from asyncflow_core.testing.generation import float32_buckets, response_logprobs, switch_to
 from asyncflow_sglang.options import SGLangOptions
 from asyncflow_sglang.service import SGLangRollout
 
@@ -80,12 +78,8 @@ def make_rollout(model, *, context=None, **options):
     return SGLangRollout(make_options(model, **options), context or PartContext(name="rollout"))
 
 
-def make_requests(count, *, first=0, prompt=PROMPT, **sampling):
-    params = SamplingParams(**{"max_new_tokens": 8, **sampling})
-    return [
-        GenerateRequest(Key(0, 0, 0, sample), np.array(prompt, np.int32), params, 100 + sample)
-        for sample in range(first, first + count)
-    ]
+def make_requests(count, *, prompt=PROMPT, **options):
+    return generation.make_requests(count, prompt=prompt, **options)
 
 
 def versioned_model(model, version):
@@ -100,40 +94,22 @@ def versioned_model(model, version):
 
 
 def make_buckets(model, *, per_bucket=5):
-    tensors = [(name, param.detach()) for name, param in model.named_parameters()]
-    tied = {}
-    if model.config.tie_word_embeddings:
-        tied["model.embed_tokens.weight"] = ("lm_head.weight",)
-    buckets = []
-    for start in range(0, len(tensors), per_bucket):
-        specs, parts, offset = [], [], 0
-        for name, tensor in tensors[start : start + per_bucket]:
-            data = tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
-            shape, aliases = tuple(tensor.shape), tied.get(name, ())
-            specs.append(TensorSpec(name, "F32", shape, offset, aliases))
-            parts.append(data)
-            offset += len(data)
-        buckets.append(Bucket(tuple(specs), np.concatenate(parts)))
-    return buckets
-
-
-def make_source(buckets, version):
-    return WeightSource(manifest_of(buckets, version), buckets=stream(buckets))
+    tensors = {name: param.detach().numpy() for name, param in model.named_parameters()}
+    tied = model.config.tie_word_embeddings
+    aliases = {"model.embed_tokens.weight": ("lm_head.weight",)} if tied else {}
+    return float32_buckets(tensors, aliases=aliases, per_bucket=per_bucket)
 
 
 async def switch(service, model, version, mode):
-    buckets = make_buckets(versioned_model(model, version))
-    await service.stage_weights(make_source(buckets, version))
-    await service.commit_weights(version, mode)
+    await switch_to(service, make_buckets(versioned_model(model, version)), version, mode)
 
 
 def plain_logprobs(model, prompt, response, temperature=1.0):
     """Of a response, by one transformers forward; [T]."""
     ids = torch.tensor([[*prompt, *map(int, response)]])
     with torch.no_grad():
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / temperature
-    every = logits.log_softmax(-1)
-    return every.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return response_logprobs(logits, list(map(int, response)), temperature=temperature)
 
 
 def assert_exact(model, completion, prompt=PROMPT, *, start=0, stop=None, temperature=1.0):

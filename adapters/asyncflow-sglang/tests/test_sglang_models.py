@@ -18,6 +18,7 @@ from sglang_helpers import (
     versioned_model,
 )
 
+from asyncflow_core.errors import EngineError
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.testing.aio import collect
 
@@ -43,16 +44,17 @@ async def test_architecture_is_updated_and_proven_by_its_checksum(tmp_path, capl
 
 
 @pytest.mark.parametrize("update", ["tensor", "distributed"])
-async def test_two_ranks_are_updated_and_proven_by_logprobs(model, caplog, update):
+async def test_two_ranks_are_updated_and_proven_by_logprobs(model, two_ranks, caplog, update):
+    two_ranks.reset()
     with caplog.at_level(logging.INFO, "asyncflow_sglang"):
-        await check_update(
-            model,
-            update=update,
-            engine_args={"tp_size": 2},
-            env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
-            restarts=0,
-        )
+        await check_update(model, update=update, addresses=(two_ranks.url,))
     assert f"serves version 2 (by {update}, proven by logprobs)" in caplog.text
+
+
+async def test_server_that_cannot_start_is_given_up_at_once_with_its_last_words(model):
+    service = make_rollout(model, engine_args={"no_such_flag": 1}, restarts=3)
+    with pytest.raises(EngineError, match=r"status 2; last lines of (?s:.*)--no-such-flag"):
+        await service.__aenter__()
 
 
 async def test_example_runs_with_weights_at_each_version(tmp_path):

@@ -178,7 +178,8 @@ def test_version_in_range_passes_and_a_newer_one_warns(caplog):
 def test_health_only_proof_makes_ready_and_one_answer_does_not():
     health = Health(0.0)
     health.missed("refused", 1.0, refused=True)
-    assert health.state is State.STARTING
+    health.doubted("an update failed", 1.5)
+    assert (health.state, health.reason) == (State.STARTING, "refused")
     health.answered("default", 2.0)
     assert health.state is State.STALE
     health.confirmed("0.x", 3.0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from sglang_helpers import (
     PROMPT,
     VOCAB,
@@ -13,8 +14,7 @@ from sglang_helpers import (
     make_buckets,
     make_requests,
     make_rollout,
-    make_source,
-    plain_logprobs,
+    save_model,
     switch,
     versioned_model,
 )
@@ -23,7 +23,10 @@ from asyncflow_core.errors import DataError, EngineError
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import WeightSource
 from asyncflow_core.testing.aio import collect, eventually, manifest_of
+from asyncflow_core.testing.generation import make_source
 from asyncflow_sglang.health import State
+from asyncflow_sglang.http import UnreachableError
+from asyncflow_sglang.push import Pusher
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
 
@@ -77,11 +80,11 @@ async def test_logprobs_equal_transformers_before_and_after_each_kind_of_update(
 
 
 def plain_greedy(reference, tokens):
-    ids = []
+    ids = [*PROMPT]
     for _ in range(tokens):
-        every = [plain_logprobs(reference, [*PROMPT, *ids], [i])[0] for i in range(VOCAB)]
-        ids.append(int(np.argmax(every)))
-    return ids
+        with torch.no_grad():
+            ids.append(int(reference(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(PROMPT) :]
 
 
 async def test_truncated_draws_stay_in_their_set_with_logprobs_of_the_whole(service, model):
@@ -315,6 +318,48 @@ async def test_weights_of_another_run_take_no_request_before_the_first_commit(mo
         for completion in await later:
             assert completion.versions.tolist() == [[0, 8]]
             assert_exact(versioned_model(model, 0), completion)
+
+
+async def test_server_with_other_weights_than_the_model_takes_no_request_before_a_commit(
+    model, server, tmp_path
+):
+    other = save_model(tmp_path / "other", seed=1)
+    async with make_rollout(other, addresses=(server.url,)) as service:
+        later = asyncio.ensure_future(collect(service.generate(make_requests(2))))
+        await eventually(lambda: "not hold version 0: tensor" in only(service).line, timeout_s=60)
+        assert not later.done()
+        await switch(service, other, 1, SwitchMode.DRAIN)
+        for completion in await later:
+            assert completion.versions.tolist() == [[1, 8]]
+            assert_exact(versioned_model(other, 1), completion)
+
+
+async def test_weights_that_were_loaded_in_part_are_trusted_by_nobody(model, server, monkeypatch):
+    """The rollout ends between two buckets of the very first version."""
+    push = Pusher._tensors
+
+    async def once(pusher, held, part, common, ranks):
+        if part[0].name not in first:
+            first.append(part[0].name)
+            if len(first) > 1:
+                raise UnreachableError("ended here")
+        await push(pusher, held, part, common, ranks)
+
+    first = []
+    options = {"addresses": (server.url,), "update": "tensor", "bucket_bytes": 30_000}
+    async with make_rollout(model, **options) as service:
+        monkeypatch.setattr(Pusher, "_tensors", once)
+        with pytest.raises(EngineError, match="ended here"):
+            await switch(service, model, 1, SwitchMode.DRAIN)
+    monkeypatch.undo()
+    server.call("/end_weight_update", {})
+    async with make_rollout(model, **options) as service:
+        later = asyncio.ensure_future(collect(service.generate(make_requests(2))))
+        await eventually(lambda: "weights 'loading." in only(service).line, timeout_s=PATIENT)
+        assert not later.done()
+        await switch(service, model, 2, SwitchMode.DRAIN)
+        for completion in await later:
+            assert_exact(versioned_model(model, 2), completion)
 
 
 async def test_requests_go_through_a_router_and_updates_to_each_server(model, servers, tmp_path):

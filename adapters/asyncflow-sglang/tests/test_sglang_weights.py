@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from sglang_helpers import PROMPT, make_buckets, make_source, plain_logprobs, save_model, tiny_qwen2
+from sglang_helpers import PROMPT, make_buckets, plain_logprobs, save_model, tiny_qwen2
 
 from asyncflow_core.errors import DataError
 from asyncflow_core.parts import PartContext
@@ -20,6 +20,7 @@ from asyncflow_core.registry import PluginEntry, Registry
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import Bucket, WeightSource
 from asyncflow_core.testing.aio import eventually, manifest_of
+from asyncflow_core.testing.generation import make_source
 from asyncflow_sglang import keeper, layout, probe
 from asyncflow_sglang.directory import OwnDirectory
 from asyncflow_sglang.files import Writer, batches, expected_tensors, link_files
@@ -227,6 +228,12 @@ def test_check_names_what_is_wrong(tmp_path, model, monkeypatch):
     assert "no directory" in faults(model=str(tmp_path / "nowhere"), addresses=addresses)
     assert "config.json" in faults(model=str(tmp_path), addresses=addresses)
     assert "no URL" in faults(addresses=("a:1",))
+    assert "'http://a:1' twice" in faults(addresses=("http://a:1", "http://a:1/"))
+    ignored = faults(addresses=addresses, servers=2, engine_args={"tp_size": 2})
+    assert "servers, engine_args.tp_size concern servers that are started" in ignored
+    assert faults(addresses=addresses, engine_args={"skip_tokenizer_init": True}) == ""
+    taken = faults(python=sys.executable, engine_args={"port": 1, "host": "0.0.0.0"})
+    assert "engine_args sets host, port" in taken
     assert "router needs addresses" in faults(router="http://r:1", python=sys.executable)
     assert "no program" in faults(python=str(tmp_path / "python"))
     assert "set python" in faults()

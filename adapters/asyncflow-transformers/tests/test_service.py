@@ -12,7 +12,6 @@ from rollout_helpers import (
     make_buckets,
     make_requests,
     make_rollout,
-    make_source,
     plain_logprobs,
     switch,
     tiny_qwen3,
@@ -25,6 +24,7 @@ from asyncflow_core.parts import PartContext, Tokenizer
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import Bucket, TensorSpec, WeightSource
 from asyncflow_core.testing.aio import collect, eventually, manifest_of, stream
+from asyncflow_core.testing.generation import make_source
 
 
 @pytest.fixture

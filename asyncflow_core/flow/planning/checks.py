@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncflow_core.config import RunConfig, ServiceConfig
 from asyncflow_core.flow.processes.launch import LauncherCapabilities
-from asyncflow_core.flow.running.supply import row_bytes
+from asyncflow_core.flow.running.room import row_bytes
 from asyncflow_core.services.data_store import DataStoreCapabilities
 from asyncflow_core.services.rollout import RolloutCapabilities, SamplingParams
 from asyncflow_core.services.trainer import LossCapabilities, TrainerCapabilities
@@ -162,7 +162,8 @@ def _store_holds(config: RunConfig, store: DataStoreCapabilities) -> Iterator[Fa
     """A store that cannot hold every batch that may be open would wait for room for ever."""
     flow = config.workflow
     batches = min(flow.steps, flow.bound + 1)
-    rows = batches * flow.groups_per_step * flow.group_size
+    groups = flow.groups_per_step + flow.extra_groups
+    rows = batches * groups * flow.group_size
     nbytes = rows * row_bytes(0, config.rollout.sampling.max_new_tokens)
     for unit, needed, there in (
         ("rows", rows, store.capacity_rows),
@@ -172,7 +173,7 @@ def _store_holds(config: RunConfig, store: DataStoreCapabilities) -> Iterator[Fa
             yield (
                 ("data_store", "options", f"capacity_{unit}"),
                 f"the store holds {there} {unit}, but {batches} batch(es) of "
-                f"{flow.groups_per_step} x {flow.group_size} rows may be open at max_staleness "
+                f"{groups} x {flow.group_size} rows may be open at max_staleness "
                 f"{flow.bound}, which take {needed}; raise it, or make batches smaller",
             )
 

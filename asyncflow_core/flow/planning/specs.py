@@ -72,7 +72,7 @@ def process_specs(
         # Which requests run beside each other may change the last bits of a result.
         by_key = config.workflow.preset == "sequential" and config.rollout.replicas > 1
         role = RolloutRole(
-            task=plan.tasks["rollout"],
+            task=plan.tasks["rollout"].spec,
             share=(number, config.rollout.replicas) if by_key else None,
             sampling=config.rollout.sampling,
             rows_in_flight=config.rollout.rows_in_flight,
@@ -114,7 +114,7 @@ def process_specs(
                     f"{name}-{number}",
                     None,
                     kind="stage",
-                    role=StageRole(task=plan.tasks[name], stage=stage),
+                    role=_stage_role(plan, name),
                 )
 
 
@@ -129,12 +129,8 @@ def _model_specs(
         group = f"{name}-{number}"
         others = [f"{group}-rank{rank}" for rank in range(1, model.world_size)]
         for rank, process in enumerate([group, *others]):
-            leading = StageRole(
-                task=plan.tasks[name],
-                stage=stage,
-                model=model,
-                ranks={other: f"ipc://{run_dir}/{other}.sock" for other in others},
-            )
+            ranks = {other: f"ipc://{run_dir}/{other}.sock" for other in others}
+            leading = _stage_role(plan, name, model=model, ranks=ranks)
             yield spec(
                 process,
                 model,
@@ -149,10 +145,17 @@ def _model_specs(
             )
 
 
+def _stage_role(plan: Plan, name: str, **fields: Any) -> StageRole:
+    task, stage = plan.tasks[name], plan.config.stages[name]
+    return StageRole(task=task.spec, columns=task.columns, stage=stage, **fields)
+
+
 def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> TrainerRole:
     config, flow = plan.config, plan.config.workflow
+    proximal = plan.tasks.get("proximal")
     return TrainerRole(
-        task=plan.tasks["train"],
+        task=plan.tasks["train"].spec,
+        columns=plan.tasks["train"].columns,
         loss=_part(plan, "loss"),
         groups_per_step=flow.groups_per_step,
         group_size=flow.group_size,
@@ -163,7 +166,7 @@ def _trainer_role(plan: Plan, weight_sync: PartConfig, run_dir: Path) -> Trainer
         lease_policy=config.trainer.lease_policy,
         too_stale=flow.too_stale,
         weight_sync=weight_sync,
-        proximal=plan.tasks.get("proximal"),
+        proximal=proximal and proximal.spec,
         overlaps_export=plan.overlaps_export,
         ranks=tuple(
             f"ipc://{run_dir}/trainer-{rank}.sock" for rank in range(1, config.trainer.world_size)

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncflow_core.config import StageConfig
 from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.building import build
 from asyncflow_core.parts import PartContext, Stage, StageContract, row_scorer
 from asyncflow_core.registry import Plugin
 
@@ -84,7 +85,12 @@ def plugin_contract(plugin: Plugin, options: Any) -> StageContract:
 def make_stage(stage: StageConfig, plugin: Plugin | None, options: Any, ctx: PartContext) -> Stage:
     """Build what runs."""
     if plugin is not None:
-        made: Stage = plugin.factory(options, ctx)
+        made: Stage = build(plugin, options, ctx)
+        if not callable(made):
+            raise ConfigError(
+                f"{plugin.label} of {plugin.distribution} makes a {type(made).__name__}; a stage "
+                f"is called with a batch"
+            )
         return made
     function = load_function(stage.function)
     if stage.kind == "reward":

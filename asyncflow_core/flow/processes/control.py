@@ -126,6 +126,10 @@ class TrainerControl(StageControl):
         """Export the weights as they are and make them fetchable as `version`."""
 
     @abstractmethod
+    async def coming(self, version: int, life: int) -> PublishedWeights | None:
+        """What can be fetched of a version while `publish` is under way; None if nothing can."""
+
+    @abstractmethod
     async def step(self, version: int) -> StepReport:
         """Train global batch `version`: the step from `version` to `version + 1`."""
 

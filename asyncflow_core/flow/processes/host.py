@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncflow_core.batch import Key
 from asyncflow_core.config import PartConfig
 from asyncflow_core.errors import (
     ConfigError,
     ServiceClosedError,
-    UnsupportedCapabilityError,
 )
+from asyncflow_core.flow.building import build
 from asyncflow_core.flow.planning.stages import (
     function_contract,
     load_function,
     make_stage,
     plugin_contract,
 )
+from asyncflow_core.flow.processes.answering import RolloutReplica, StageProcess
 from asyncflow_core.flow.processes.control import (
     RankControl,
     RolloutControl,
     StageControl,
     TrainerControl,
-    WorkStats,
 )
 from asyncflow_core.flow.processes.launch import (
     ProcessSpec,
@@ -36,37 +34,29 @@ from asyncflow_core.flow.processes.launch import (
     StageRole,
     TrainerRole,
 )
-from asyncflow_core.flow.weights.compare import first_difference
 from asyncflow_core.flow.working.calls import CallLog
-from asyncflow_core.flow.working.fanout import Ranks, TrainerRank
+from asyncflow_core.flow.working.fanout import Ranks
 from asyncflow_core.flow.working.models import StageModel, logprobs_work, with_model
+from asyncflow_core.flow.working.rank import TrainerRank
 from asyncflow_core.flow.working.stage_work import stage_work
+from asyncflow_core.flow.working.step import TrainSettings
 from asyncflow_core.flow.working.threads import DaemonThread
-from asyncflow_core.flow.working.train import TrainSettings, TrainWorker
-from asyncflow_core.flow.working.work import rollout_work
+from asyncflow_core.flow.working.train import TrainWorker
 from asyncflow_core.flow.working.worker import Work, Worker
 from asyncflow_core.parts import PartContext, Stage, StageContract, Tokenizer
 from asyncflow_core.registry import Registry
 from asyncflow_core.services.base import Service
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.services.rollout import (
-    Completion,
-    Rollout,
-    RolloutStats,
     SamplingParams,
-    StagedWeights,
-    SupportsReadback,
-    SwitchMode,
 )
 from asyncflow_core.services.trainer import LossSpec
-from asyncflow_core.services.weight_sync import PublishedWeights, WeightSource, WeightSync
+from asyncflow_core.services.weight_sync import WeightSync
 
 __all__ = [
     "CONTROLS",
     "Connect",
     "Host",
-    "RolloutReplica",
-    "StageProcess",
     "build_part",
 ]
 
@@ -85,7 +75,7 @@ CONTROLS: dict[str, type[Any]] = {
 def build_part(registry: Registry, kind: str, part: PartConfig, ctx: PartContext) -> Any:
     """Build what a plugin offers; its options were validated when the run was planned."""
     plugin = registry.get(kind, part.plugin)
-    return plugin.factory(plugin.parse_options(part.options), ctx)
+    return build(plugin, plugin.parse_options(part.options), ctx)
 
 
 class Host:
@@ -179,7 +169,7 @@ class Host:
     async def _open_rollout(self, role: RolloutRole) -> RolloutControl:
         weight_sync = await self._open_weight_sync(role.weight_sync)
         service = await self._open_service()
-        return RolloutReplica(self, self._spec, role, service, weight_sync, self._store)
+        return RolloutReplica(self.run, self._spec, role, service, weight_sync, self._store)
 
     async def _open_rank(self, role: RankRole) -> TrainerRank:
         sync = None if role.weight_sync is None else await self._open_weight_sync(role.weight_sync)
@@ -195,6 +185,7 @@ class Host:
         ranks = Ranks(first, others, overlaps_export=role.overlaps_export)
         settings = TrainSettings(
             task=role.task,
+            columns=role.columns,
             loss=LossSpec(role.loss.plugin, role.loss.options),
             groups_per_step=role.groups_per_step,
             group_size=role.group_size,
@@ -222,8 +213,9 @@ class Host:
             rows_in_flight=2 * stage.rows,
             rows_per_lease=stage.rows,
             policy=stage.lease_policy,
+            columns=role.columns,
         )
-        return StageProcess(self, worker)
+        return StageProcess(self.run, worker)
 
     async def _model_work(self, role: StageRole) -> Work:
         """Of a stage with a model, an instance of which is this process's service."""
@@ -261,118 +253,4 @@ class Host:
             executor,
             timeout_s=role.stage.timeout_s,
             calls=CallLog.of(Path(self._spec.run_dir), role.task.name),
-        )
-
-
-class StageProcess(StageControl):
-    """A stage's worker."""
-
-    def __init__(self, host: Host, worker: Worker) -> None:
-        """Keep the worker; `start` runs it."""
-        self._host = host
-        self._worker = worker
-
-    async def start(self) -> None:
-        """Register, then pull."""
-        await self._worker.register()
-        self._host.run(self._worker)
-
-    async def work(self) -> WorkStats:
-        """Of its worker."""
-        return self._worker.stats()
-
-
-class RolloutReplica(RolloutControl):
-    """A rollout with its worker. It leases only at a version it has confirmed."""
-
-    def __init__(
-        self,
-        host: Host,
-        spec: ProcessSpec,
-        role: RolloutRole,
-        service: Rollout,
-        weight_sync: WeightSync,
-        store: DataStore,
-    ) -> None:
-        """Take opened services."""
-        self._host = host
-        self._service = service
-        self._weight_sync = weight_sync
-        self._name = spec.name
-        self._version: int | None = None
-        self._tokens_finished = self._tokens_unwanted = 0
-        self._unwanted: frozenset[Key] = frozenset()
-        sampling = SamplingParams(**role.sampling.model_dump())
-        self._worker = Worker(
-            store,
-            role.task,
-            rollout_work(service, sampling, spec.seed, self._finished),
-            requester=spec.name,
-            rows_in_flight=role.rows_in_flight,
-            policy=role.lease_policy,
-            version=self._confirmed,
-            share=role.share,
-        )
-        self._pulling = False
-
-    def _finished(self, ended: Sequence[Completion]) -> None:
-        for completion in ended:
-            self._tokens_finished += len(completion.response_ids)
-            if completion.key in self._unwanted:
-                self._tokens_unwanted += len(completion.response_ids)
-
-    def _confirmed(self) -> int:
-        if self._version is None:
-            raise ServiceClosedError(f"{self._name} has no confirmed version yet")
-        return self._version
-
-    async def start(self) -> None:
-        """Register the task; pulling begins with the first committed version."""
-        await self._worker.register()
-
-    async def stage(self, published: PublishedWeights) -> StagedWeights:
-        """Fetch and stage."""
-        return await self._service.stage_weights(await self._fetch(published))
-
-    async def _fetch(self, published: PublishedWeights) -> WeightSource:
-        sources = []
-        for part in published.split():
-            await self._weight_sync.attach(self._name, part)
-            sources.append(await self._weight_sync.fetch(part))
-        return WeightSource.joined(published.manifest, sources)
-
-    async def commit(self, version: int, mode: SwitchMode) -> None:
-        """Switch; from then on the worker leases with `version`."""
-        await self._service.commit_weights(version, mode)
-        self._version = version
-        if not self._pulling:
-            self._pulling = True
-            self._host.run(self._worker)
-        self._worker.version_changed()
-
-    async def compare(self, published: PublishedWeights) -> str:
-        """Fetch once more and compare."""
-        if not isinstance(self._service, SupportsReadback):
-            raise UnsupportedCapabilityError(
-                f"{self._name} cannot give its weights back to be compared", service=self._name
-            )
-        return await first_difference(await self._fetch(published), self._service)
-
-    async def work(self) -> WorkStats:
-        """Of its worker; what its engine did is in `stats`."""
-        return self._worker.stats()
-
-    async def abort(self, keys: Sequence[Key]) -> int:
-        """Their rows are dropped: what the engine gives for them is lost, and counted so."""
-        self._unwanted = frozenset(keys)
-        return await self._service.abort(keys)
-
-    async def stats(self) -> RolloutStats:
-        """Of the engine, with what would be lost if it died now."""
-        stats = await self._service.stats()
-        done = self._tokens_finished + stats.tokens_lost
-        return replace(
-            stats,
-            tokens_lost=stats.tokens_lost + self._tokens_unwanted,
-            tokens_unfinished=max(0, stats.tokens_generated - done),
         )

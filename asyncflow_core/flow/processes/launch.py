@@ -68,6 +68,8 @@ class TrainerRole(Section):
     role: Literal["trainer"] = "trainer"
     task: TaskSpec
     """The trainer's task."""
+    columns: tuple[str, ...]
+    """Of its reads, what ranks read."""
     loss: PartConfig
     """What is minimised."""
     groups_per_step: int
@@ -110,6 +112,8 @@ class StageRole(Section):
     role: Literal["stage"] = "stage"
     task: TaskSpec
     """The stage's task."""
+    columns: tuple[str, ...]
+    """Of its reads, what the stage is given."""
     stage: StageConfig
     """What runs."""
     model: ModelConfig | None = None

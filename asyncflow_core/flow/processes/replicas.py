@@ -13,6 +13,9 @@ from asyncflow_core.services.rollout import RolloutStats
 
 __all__ = ["Replicas"]
 
+_ANSWER_S = 5.0
+"""Seconds a replica has to say what it did."""
+
 
 class Replicas:
     """Sums over all replicas, over all their lives."""
@@ -22,6 +25,7 @@ class Replicas:
         self._controls: dict[str, RolloutControl] = dict(controls)
         self._last: dict[str, RolloutStats] = {}
         self._gone: list[RolloutStats] = []
+        self._asking: dict[str, tuple[float, asyncio.Task[None]]] = {}
         self.count = len(controls)
         """Replicas of the plan."""
 
@@ -32,6 +36,8 @@ class Replicas:
             Tokens of responses that it had begun, as far as known: they are generated again.
         """
         self._controls.pop(name, None)
+        if (asking := self._asking.pop(name, None)) is not None:
+            asking[1].cancel()
         last = self._last.pop(name, RolloutStats())
         self._gone.append(last)
         return last.tokens_unfinished
@@ -42,17 +48,34 @@ class Replicas:
 
     async def run(self) -> None:
         """Look once a second, until cancelled: what a dead one had begun is known to so much."""
-        while True:
-            await self.look()
-            await asyncio.sleep(1.0)
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(1.0)
+        finally:
+            for _, asking in self._asking.values():
+                asking.cancel()
 
     async def look(self) -> None:
-        """Ask each; one that does not answer keeps what it said last."""
-        for name, control in list(self._controls.items()):
-            try:
-                self._last[name] = await control.stats()
-            except ServiceError:
-                continue  # dead or about to be: its end is seen elsewhere
+        """Ask all at once; one that does not answer keeps what it said last.
+
+        Whoever owes an answer for long is not waited for again, and not asked before it came.
+        """
+        now = asyncio.get_running_loop().time()
+        for name, control in self._controls.items():
+            if name not in self._asking or self._asking[name][1].done():
+                self._asking[name] = now, asyncio.create_task(self._ask(name, control))
+        asked = [task for since, task in self._asking.values() if now - since < _ANSWER_S]
+        if asked:
+            for task in (await asyncio.wait(asked, timeout=_ANSWER_S))[0]:
+                if not task.cancelled():
+                    task.result()
+
+    async def _ask(self, name: str, control: RolloutControl) -> None:
+        with contextlib.suppress(ServiceError):  # dead or about to be: its end is seen elsewhere
+            stats = await control.stats()
+            if self._controls.get(name) is control:
+                self._last[name] = stats
 
     async def abort(self, keys: Sequence[Key]) -> None:
         """Stop responses whose rows are dropped, wherever they run."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from asyncflow_core.errors import ServiceTimeoutError
 from asyncflow_core.services.data_store import DataStore, StoreStats, TaskStats
 
-__all__ = ["SAY_AFTER_S", "Batch", "Waits"]
+__all__ = ["SAY_AFTER_S", "WORTH_S", "Batch", "Waits"]
 
 _log = logging.getLogger(__name__)
 
 SAY_AFTER_S = 30.0
 """Whatever takes this long is said to do so, and again each time it passes."""
-_WORTH_S = 1.0
+WORTH_S = 1.0
 """What a holder holds, or nobody takes, for less is the run's normal course."""
 
 
@@ -164,10 +164,10 @@ class Waits:
     def _task(self, name: str, task: TaskStats, now: float) -> Iterator[str]:
         for holder, rows in task.holders.items():
             since = self._for((name, holder), (task.committed, rows), now)
-            if since >= _WORTH_S:
+            if since >= WORTH_S:
                 yield f"{name}: {rows} rows held by {holder}, none finished since {since:.0f} s"
         since = self._for((name, ""), (task.ready > 0, task.committed, task.leased), now)
-        if task.ready and since >= _WORTH_S:
+        if task.ready and since >= WORTH_S:
             yield f"{name}: {task.ready} rows ready that nobody takes since {since:.0f} s"
 
     def _for(self, key: tuple[str, str], value: object, now: float) -> float:

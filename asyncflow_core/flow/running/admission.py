@@ -31,8 +31,7 @@ class Admission:
         self._steps = steps
         self._max_staleness = max_staleness
         self._version = version
-        self._batch = version
-        self._in_batch = 0
+        self._admitted = version * groups_per_step
         self._replacements: deque[int] = deque()
 
     def advance(self, version: int) -> None:
@@ -51,23 +50,24 @@ class Admission:
         Raises:
             InvariantError: the batch was never admitted, or is trained already.
         """
-        begun = self._batch if self._in_batch else self._batch - 1
-        if not self._version <= batch <= begun:
+        if not self._version <= batch <= self._newest():
             raise InvariantError(
                 f"a group of batch {batch} was dropped, but the batches admitted and not yet "
-                f"trained are {list(range(self._version, begun + 1))}"
+                f"trained are {list(range(self._version, self._newest() + 1))}"
             )
         self._replacements.append(batch)
+
+    def _newest(self) -> int:
+        """The last batch that a group was admitted to; -1 before the first."""
+        return (self._admitted - 1) // self._groups_per_step
 
     def next(self) -> int | None:
         """The batch that the next prompt group goes to; None while none may start."""
         if self._replacements:
             return self._replacements.popleft()
         last = min(self._steps - 1, self._version + self._max_staleness)
-        if self._batch > last:
+        batch = self._admitted // self._groups_per_step
+        if batch > last:
             return None
-        batch = self._batch
-        self._in_batch += 1
-        if self._in_batch == self._groups_per_step:
-            self._batch, self._in_batch = batch + 1, 0
+        self._admitted += 1
         return batch

@@ -41,6 +41,11 @@ class Assigned:
         """Ever assigned."""
         return self.closed + sum(map(len, self._batches.values()))
 
+    @property
+    def dropped(self) -> int:
+        """Groups of batches that are not trained which were dropped."""
+        return sum(not lives for groups in self._batches.values() for lives in groups.values())
+
     def living(self, batch: int) -> list[GroupKey]:
         """The groups of a batch that were not dropped, in the order they came."""
         found = self._batches.get(batch, {})

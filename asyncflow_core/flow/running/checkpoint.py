@@ -78,9 +78,16 @@ class Checkpoints:
         """The trainer wrote its files: from now on the checkpoint counts.
 
         Raises:
-            ServiceError: it cannot be written.
+            ServiceError: it cannot be written, or the trainer wrote nothing.
         """
         part = self._part(checkpoint.version)
+        if not any(_files(part / _TRAINER)):
+            raise ServiceError(
+                f"the trainer wrote no file into {str(part / _TRAINER)!r}, so step "
+                f"{checkpoint.version} could never be resumed; mend its save(), or set "
+                f"checkpoint.every=0",
+                service="checkpoint",
+            )
         try:
             files = {
                 str(file.relative_to(part)): [file.stat().st_size, _checksum(file)]
@@ -93,7 +100,9 @@ class Checkpoints:
             _sync(self.path)
         except OSError as error:
             raise ServiceError(
-                f"the checkpoint {str(part)!r} cannot be written: {error.strerror}",
+                f"the checkpoint {str(part)!r} cannot be written: {error.strerror}; make room "
+                f"there, then `asyncflow run --resume {self.path.parent}` goes on from the one "
+                f"before it",
                 service="checkpoint",
             ) from error
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow_core.errors import ServiceError
+from asyncflow_core.flow.building import build
 from asyncflow_core.flow.planning.plan import Plan
 from asyncflow_core.flow.processes.control import RolloutControl, StageControl, TrainerControl
 from asyncflow_core.flow.processes.launch import Launcher
@@ -126,7 +127,10 @@ class Controller:
         await self._processes.start(group, stack, launcher, store, waits)
         parts = await self._connect(group, stack, store, waits)
         await Steps(self._plan, self._folder, parts, self._totals, self._on_step).run(group)
-        await self._watching.look(store, waits)  # while everybody still answers
+        await self._watching.last_look(store, waits)  # while everybody still answers
+        if self._config.workflow.extra_groups:
+            # Responses of stragglers that had ended, and were dropped before they were rewarded.
+            self._totals.wasted[STRAGGLER] += max(0, self._watching.tokens().elsewhere)
         raise _FinishedError
 
     async def _connect(
@@ -177,7 +181,7 @@ class Controller:
             dropped=partial(self._dropped, recorder),
         )
         if start.life:
-            await supply.bring_back(start.life if self._rows_kept else 0)
+            await supply.bring_back(start.life if self._rows_kept else 0, start.dropped)
         group.create_task(supply.watch_drops())
         self._keep_alive(replicas, switching)
         group.create_task(replicas.run())
@@ -221,6 +225,7 @@ class Controller:
         def left(name: str) -> None:
             if name.startswith("rollout-"):
                 self._totals.wasted["died"] += replicas.left(name)
+                self._watching.left(name)
                 switching.left(name)
 
         async def back(name: str, control: Any) -> None:
@@ -241,7 +246,7 @@ class Controller:
             tokenizer=tokenizer,
             registry=self._plan.registry,
         )
-        return chosen.plugin.factory(chosen.options, context)
+        return build(chosen.plugin, chosen.options, context)
 
     async def _raise_why(self, failures: BaseExceptionGroup[BaseException]) -> None:
         """Raise what ended the run; return if it came to its end."""

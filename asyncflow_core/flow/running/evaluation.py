@@ -150,6 +150,12 @@ class Evaluations:
                 "the evaluation of version %d is over %d of %d rows: the others were dropped",
                 *(version, answered, rows),
             )
+        if rewards.errors:
+            _log.warning(
+                "%d rewards of the evaluation of version %d failed and count 0, the last: %s",
+                *(rewards.errors, version, rewards.last_error),
+            )
+        self._totals.reward_errors += rewards.errors
         self._totals.tokens_evaluated += rewards.tokens
         record = {
             metrics.EVAL_VERSION: float(version),

@@ -26,10 +26,10 @@ KEPT = "kept"
 _PARTITIONS = ("train", "eval")
 
 
-def filter_task(batch_groups: int) -> TaskSpec:
+def filter_task() -> TaskSpec:
     """What it reads and writes; held-out groups pass unseen."""
     reads = ("reward", "versions")
-    return TaskSpec(FILTER, reads, (KEPT,), True, _PARTITIONS, batch_groups=batch_groups)
+    return TaskSpec(FILTER, reads, (KEPT,), True, _PARTITIONS)
 
 
 def filter_work(sampling: DynamicSampling, wasted: Counter[str]) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import sys
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 from asyncflow_core.config import RunConfig
 from asyncflow_core.config_source import dump_yaml
 from asyncflow_core.errors import ConfigError, ServiceError
-from asyncflow_core.flow.running.resume import NOTES, Start, begin_again, next_life
+from asyncflow_core.flow.running.resume import NOTES, Start, begin_again, first_life
 
 __all__ = ["RunFolder"]
 
@@ -46,7 +47,7 @@ class RunFolder:
         self._lock = -1
         try:
             self._make(resume=resume)
-            self.start = begin_again(self.path, config) if resume else Start(next_life(self.path))
+            self.start = begin_again(self.path, config) if resume else Start(first_life(self.path))
             self._write("config.yaml", dump_yaml(config.model_dump(mode="json")))
             self._write_json("environment.json", _environment())
         except ConfigError:
@@ -97,7 +98,7 @@ class RunFolder:
         with self._writing(name):
             if name not in self._files:
                 self._files[name] = open(self.path / name, "a", encoding="utf-8")  # noqa: SIM115
-            self._files[name].write("".join(f"{json.dumps(record)}\n" for record in records))
+            self._files[name].write("".join(f"{_json(record)}\n" for record in records))
             self._files[name].flush()
             if sync:
                 os.fsync(self._files[name].fileno())
@@ -145,8 +146,22 @@ class RunFolder:
             yield
         except OSError as error:
             raise ServiceError(
-                f"{str(self.path / name)!r} cannot be written: {error.strerror}", service="recorder"
+                f"{str(self.path / name)!r} cannot be written: {error.strerror}; make room there, "
+                f"then `asyncflow run --resume {self.path}` goes on from the newest checkpoint",
+                service="recorder",
             ) from error
+
+
+def _json(record: Mapping[str, Any]) -> str:
+    """One line; a number that is not finite, which JSON does not have, is null."""
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        return json.dumps(finite)
 
 
 def _locked(path: Path, *, wait: bool = False) -> int | None:

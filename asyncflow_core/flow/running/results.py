@@ -44,7 +44,7 @@ class Summary:
         tokens_generated: response tokens, of all replicas. tokens_trained, tokens_evaluated: of
             those, in trained and in held-out rows.
         tokens_wasted_by_reason: cause to response tokens that were generated for nothing.
-        reward_errors: rows whose verifier raised, or never returned.
+        reward_errors: rows, held-out ones included, whose verifier raised or never returned.
         restarts: process to how often it was started again.
         busy_rollout, busy_trainer: share of `wall_s` the engines worked, mean over replicas.
     """

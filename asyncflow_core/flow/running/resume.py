@@ -7,9 +7,8 @@ are cut by what they say (version, batch), so it does not matter how far the fil
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from asyncflow_core import metrics
 from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.running.assigned import Assigned
-from asyncflow_core.flow.running.checkpoint import Checkpoints
+from asyncflow_core.flow.running.checkpoint import Checkpoint, Checkpoints
+from asyncflow_core.flow.running.rewriting import DAMAGED, Rewriting, record_of, whole_lines
 from asyncflow_core.flow.running.totals import Totals
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "Start",
     "begin_again",
     "config_faults",
-    "next_life",
+    "first_life",
     "resumable",
 ]
 
@@ -64,6 +64,7 @@ class Start:
         version: completed steps.
         trainer: what the trainer loads; None for its first weights.
         assigned: which prompts went where.
+        dropped: groups of batches that are not trained, dropped by the time of the checkpoint.
         notes: records of assignments in the file.
         totals: counters, None for fresh ones.
         tokens_redone: response tokens of recorded rows that are not trained.
@@ -74,6 +75,7 @@ class Start:
     version: int = 0
     trainer: Path | None = None
     assigned: Assigned = field(default_factory=Assigned)
+    dropped: int = 0
     notes: int = 0
     totals: Totals | None = None
     tokens_redone: int = 0
@@ -149,56 +151,99 @@ def begin_again(run: Path, config: RunConfig) -> Start:
     Killed at any moment, it can be called again.
 
     Raises:
-        ConfigError: the run is complete, the checkpoint is damaged, or the configuration changed
-            in what it must not; nothing was changed.
+        ConfigError: the run is complete, a file of it is damaged, or the configuration changed in
+            what it must not; nothing was changed.
     """
     version, steps = resumable(run), config.workflow.steps
     checkpoints = Checkpoints(run)
     checkpoint = checkpoints.load(version)
     if faults := config_faults(checkpoint.config, config):
         raise ConfigError(faults)
-    if version > steps:
-        raise ConfigError(f"workflow.steps: {version} steps are completed, {steps} are asked for")
-    if version == steps and (run / "summary.json").exists():
-        raise ConfigError(
-            f"resume: the run in {str(run)!r} is complete, {version} of {steps} steps; to train "
-            f"more, give workflow.steps=N"
-        )
-    totals = TOTALS.validate_python(checkpoint.totals)
-    totals.begun = False
-    life = next_life(run)
-    (run / "summary.json").unlink(missing_ok=True)
-    shutil.rmtree(run / "model", ignore_errors=True)
-    _cut(run / "metrics.jsonl", lambda line: line["version"] <= version)
-    _cut(run / "evaluations.jsonl", lambda line: line[metrics.EVAL_VERSION] in totals.scores)
-    redone, void = _cut_samples(run / "samples.jsonl", version, totals)
+    _check_steps(run, version, steps)
+    totals, assigned = _counted(checkpoint)
+    dropped = assigned.dropped
+    life = _last_life(run, checkpoint) + 1
+    files = Rewriting()
+    files.cut(run / "metrics.jsonl", lambda line: line["version"] <= version)
+    files.cut(run / "evaluations.jsonl", lambda line: line[metrics.EVAL_VERSION] in totals.scores)
+    redone, void = _cut_samples(files, run / "samples.jsonl", version, totals)
     exact = config.checkpoint.resume == "exact"
-    notes = _cut_notes(run / NOTES, checkpoint.notes if exact else None)
-    assigned = Assigned.load(checkpoint.assigned)
-    for note in notes[checkpoint.notes :]:
+    notes, count = _cut_notes(files, run / NOTES, checkpoint.notes, exact=exact)
+    for note in notes:
         assigned.apply(note)
     assigned.close(version)
+    _write_life(run, life)
+    (run / "summary.json").unlink(missing_ok=True)
+    shutil.rmtree(run / "model", ignore_errors=True)
+    files.replace()
     return Start(
         life=life,
         version=version,
         trainer=checkpoints.trainer(version),
         assigned=assigned,
-        notes=len(notes),
+        dropped=dropped,
+        notes=count,
         totals=totals,
         tokens_redone=redone,
         tokens_void=void,
     )
 
 
-def next_life(run: Path) -> int:
-    """Count one more life of a run; 0 is the first. It is on the disk when this returns."""
+def first_life(run: Path) -> int:
+    """The life of a run that begins; it is on the disk when this returns."""
+    _write_life(run, 0)
+    return 0
+
+
+def _check_steps(run: Path, version: int, steps: int) -> None:
+    if version > steps:
+        raise ConfigError(
+            f"workflow.steps: {version} steps are completed, {steps} are asked for; ask for "
+            f"{version} or more, or delete checkpoints above step {steps} to go back"
+        )
+    if version == steps and (run / "summary.json").exists():
+        raise ConfigError(
+            f"resume: the run in {str(run)!r} is complete, {version} of {steps} steps; to train "
+            f"more, give workflow.steps=N"
+        )
+
+
+def _counted(checkpoint: Checkpoint) -> tuple[Totals, Assigned]:
+    """The counters and the assignments of a checkpoint whose checksum is right."""
+    try:
+        totals = TOTALS.validate_python(checkpoint.totals)
+        assigned = Assigned.load(checkpoint.assigned)
+    except (ValidationError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"resume: the record of checkpoint {checkpoint.version} is not one of this release "
+            f"({error}); resume with the release that wrote it, or start the run anew"
+        ) from error
+    totals.begun = False
+    return totals, assigned
+
+
+def _last_life(run: Path, checkpoint: Checkpoint) -> int:
+    """The number of the life before, which a run that has a checkpoint wrote down."""
     path = run / _LIFE
-    life = json.loads(path.read_bytes())["life"] + 1 if path.exists() else 0
-    _write(path, [json.dumps({"life": life}) + "\n"])
-    return life
+    try:
+        life = json.loads(path.read_bytes())["life"]
+        if type(life) is not int or life < checkpoint.life:
+            raise ValueError(f"{life!r} is no number from {checkpoint.life} up")
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"resume: the file {str(path)!r} is damaged ({error}); it counts how often the run was "
+            f'resumed: write {{"life": N}} into it, N the largest "life" in metrics.jsonl or more'
+        ) from error
+    return int(life)
 
 
-def _cut_samples(path: Path, version: int, totals: Totals) -> tuple[int, int]:
+def _write_life(run: Path, life: int) -> None:
+    files = Rewriting()
+    files.write(run / _LIFE, [json.dumps({"life": life}).encode() + b"\n"])
+    files.replace()
+
+
+def _cut_samples(files: Rewriting, path: Path, version: int, totals: Totals) -> tuple[int, int]:
     """Keep what is trained and what was evaluated; response tokens cut, and void ones of them."""
     redone = void = 0
 
@@ -214,42 +259,37 @@ def _cut_samples(path: Path, version: int, totals: Totals) -> tuple[int, int]:
         void += tokens if newest > version else 0
         return False
 
-    _cut(path, keep)
+    files.cut(path, keep)
     return redone, void
 
 
-def _cut_notes(path: Path, first: int | None) -> list[dict[str, Any]]:
-    """Keep the first so many records, None for all that are whole."""
-    notes = list(_lines(path))[:first]
-    _write(path, (f"{json.dumps(note)}\n" for note in notes))
-    return notes
+def _cut_notes(
+    files: Rewriting, path: Path, covered: int, *, exact: bool
+) -> tuple[list[dict[str, Any]], int]:
+    """Keep all records, with `exact` those that the checkpoint covers; the ones it does not cover.
+
+    Returns:
+        Those, and how many there are in all.
+    """
+    lines = list(whole_lines(path))
+    if exact:
+        lines = lines[:covered]
+    elif len(lines) < covered:
+        raise ConfigError(
+            f"resume: {str(path)!r} has {len(lines)} whole lines, the checkpoint was made after "
+            f"{covered}; {_OR_EXACT}"
+        )
+    notes = []
+    for number, line in enumerate(lines[covered:], covered + 1):
+        try:
+            notes.append(record_of(line))
+            Assigned().apply(notes[-1])
+        except DAMAGED as error:
+            raise ConfigError(
+                f"resume: line {number} of {str(path)!r} is damaged ({error}); {_OR_EXACT}"
+            ) from error
+    files.write(path, lines)
+    return notes, len(lines)
 
 
-def _cut(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-    if path.exists():
-        _write(path, (f"{json.dumps(line)}\n" for line in _lines(path) if keep(line)))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines that are whole: the last one may not be."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ConfigError(
-                    f"resume: line {number} of {str(path)!r} is damaged ({error}); delete the line"
-                ) from error
-
-
-def _write(path: Path, lines: Iterable[str]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+_OR_EXACT = "bring it back, or resume with checkpoint.resume=exact, which does without"

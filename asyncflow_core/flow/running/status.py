@@ -73,6 +73,11 @@ class Tokens:
     kept: int = 0
     wasted: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def elsewhere(self) -> int:
+        """Neither trained nor evaluated nor wasted: in rows on their way; 0 when a run is over."""
+        return self.generated - self.trained - self.evaluated - sum(self.wasted.values())
+
 
 @dataclass(slots=True)
 class Staleness:
@@ -217,6 +222,10 @@ class Counters:
         if value < last:
             self._before += last
         self._now[name] = value
+
+    def left(self, name: str) -> None:
+        """A worker is gone; if it comes back it begins from 0."""
+        self._before += self._now.pop(name, 0)
 
     @property
     def total(self) -> int:

@@ -60,7 +60,7 @@ class Steps:
     ) -> None:
         """Take what is connected; `run` does everything."""
         self._config = plan.config
-        self._overlaps_export = plan.overlaps_export
+        self._overlaps_export, self._overlaps_fetch = plan.overlaps_export, plan.overlaps_fetch
         self._folder = folder
         self._parts = parts
         self._totals = totals
@@ -77,23 +77,24 @@ class Steps:
             lambda record: folder.append("evaluations.jsonl", [record]),
         )
         self._started = self._step_ended = self._busy_before = 0.0
+        self._said_errors = False
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish the first weights, evaluate, train all steps, evaluate, save the model."""
         parts, switching = self._parts, self._parts.switching
         parts.waits.begin("bringing the first weights to all replicas", switching.waiting)
         await self._saving.load()
-        switching.published(await parts.trainer.publish(self._first, self._life))
+        await switching.publish(self._first, self._life)
         await switching.settled()
         if not self._life:
-            parts.waits.begin("the evaluation before training")
+            parts.waits.begin("the evaluation before training", self._waiting)
             await self._evaluations.alone(0)
         elif self._first not in self._totals.scores:
             self._evaluations.begin(self._first, group)
         await self._train(group)
         parts.waits.begin("bringing the last weights to all replicas", switching.waiting)
         await switching.settled()
-        parts.waits.begin("the evaluation after training")
+        parts.waits.begin("the evaluation after training", self._waiting)
         await self._evaluations.alone(self._config.workflow.steps)
         parts.waits.begin("saving the model")
         await parts.trainer.save_model(str(self._folder.path / "model"))
@@ -109,7 +110,7 @@ class Steps:
         self._busy_before = (await parts.replicas.totals()).busy_s
         group.create_task(parts.supply.admit())
         step = min(first + 1, steps)
-        parts.waits.begin(f"step {step}", parts.switching.waiting, step=step)
+        parts.waits.begin(f"step {step}", self._waiting, step=step)
         began = time.perf_counter()
         if first < steps:
             stepping = group.create_task(parts.trainer.step(first))
@@ -123,7 +124,7 @@ class Steps:
                 saved_s = await self._saving.begin(version)
             if version < steps:
                 step = version + 1
-                parts.waits.begin(f"step {step}", parts.switching.waiting, step=step)
+                parts.waits.begin(f"step {step}", self._waiting, step=step)
                 if self._overlaps_export:
                     await asyncio.sleep(0)  # the export is called before the step that may go on
                 else:
@@ -135,6 +136,10 @@ class Steps:
                 await parts.replicas.abort(late)
             await self._record(report, publishing, saved_s, report_began)
         await self._count_time()
+
+    def _waiting(self) -> list[str]:
+        """What the controller's own parts wait for."""
+        return [*self._parts.switching.waiting(), *self._parts.supply.source.waiting()]
 
     async def _count_time(self) -> None:
         """Bring what grows with the time up to now."""
@@ -149,8 +154,9 @@ class Steps:
     ) -> tuple[PublishedWeights, float]:
         """Bring a version on its way to the replicas; what was published, and the seconds."""
         start = time.perf_counter()
-        weights = await self._parts.trainer.publish(version, self._life)
-        self._parts.switching.published(weights)
+        weights = await self._parts.switching.publish(
+            version, self._life, overlaps=self._overlaps_fetch
+        )
         self._evaluations.begin(version, group)
         return weights, time.perf_counter() - start
 
@@ -166,7 +172,8 @@ class Steps:
         wall_s, self._step_ended = now - self._step_ended, now
         rows = report.rows + report.rows_masked
         rewards = await parts.recorder.wait_groups(report.group_keys, rows)
-        if rewards.errors and not self._totals.reward_errors:
+        if rewards.errors and not self._said_errors:
+            self._said_errors = True
             _log.warning("a reward failed and counts 0: %s", rewards.last_error)
         delay_s = parts.supply.paced(
             slack_s=began - rewards.last_at, waited_s=report.wait_s, step_s=wall_s

@@ -7,28 +7,24 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-
-from asyncflow_core.batch import Batch, Column, GroupKey, Key
+from asyncflow_core.batch import Batch, GroupKey, Key
 from asyncflow_core.config import RunConfig
-from asyncflow_core.errors import AsyncFlowError, ConfigError, DataError, ServiceError
+from asyncflow_core.errors import ConfigError, ServiceError
 from asyncflow_core.flow.running.admission import Admission
 from asyncflow_core.flow.running.assigned import TRAINING, Assigned, dropped_record, groups_record
-from asyncflow_core.flow.running.cursor import PromptCursor, fingerprint
+from asyncflow_core.flow.running.cursor import fingerprint
 from asyncflow_core.flow.running.pacing import Pacing
 from asyncflow_core.flow.running.policies.dynamic_sampling import ALL_EQUAL
 from asyncflow_core.flow.running.policies.over_sampling import BIASED, STRAGGLER, OverSampling
 from asyncflow_core.flow.running.policies.ready_first import TOO_STALE, ReadyAdmission
+from asyncflow_core.flow.running.prompt_source import PromptSource
+from asyncflow_core.flow.running.room import check_room, row_bytes
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
-__all__ = ["EVALUATION", "Supply", "row_bytes"]
-
-T = TypeVar("T")
+__all__ = ["EVALUATION", "Supply"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,16 +45,6 @@ _ADVICE = {
 
 _SAID_IN_A_ROW = 3
 """Dropped groups of one step that are warned of."""
-
-_TOKEN_BYTES = 32
-"""Bytes one response token may take over all per-token columns."""
-_ROW_BYTES = 1024
-"""Bytes of a row beside its tokens."""
-
-
-def row_bytes(prompt_tokens: int, new_tokens: int) -> int:
-    """The largest size one row may grow to."""
-    return 4 * prompt_tokens + _TOKEN_BYTES * new_tokens + _ROW_BYTES
 
 
 class Supply:
@@ -93,7 +79,6 @@ class Supply:
             dropped: is told of every dropped group of training.
         """
         self._store = store
-        self._prompts = prompts
         self._config = config
         self._thread = thread
         self._note = note
@@ -115,11 +100,13 @@ class Supply:
             version=version,
         )
         self.assigned = assigned or Assigned()
-        self._cursor = PromptCursor(
-            prompts, config.prompts.plugin, at=self.assigned.next, last=self.assigned.last
+        self.source = PromptSource(
+            prompts, config.prompts.plugin, thread, at=self.assigned.next, last=self.assigned.last
         )
         self._again: dict[int, deque[tuple[GroupKey, PromptRecord]]] = {}
         self._drops_seen = 0
+        self._filling = -1
+        self._trained: frozenset[GroupKey] = frozenset()
         self._evaluation_source = EVALUATION
         self._wake = asyncio.Event()
         self._wake.set()
@@ -129,7 +116,7 @@ class Supply:
         self.notes = 0
         """Records written down in this life."""
 
-    async def bring_back(self, life: int) -> None:
+    async def bring_back(self, life: int, dropped: int = 0) -> None:
         """Before `admit`, in a later life: find the prompts of batches that are not trained.
 
         Groups that a store kept are put again under their own keys, which changes nothing.
@@ -137,16 +124,19 @@ class Supply:
         Args:
             life: of the run, 0 for a store that knows nothing of the ones before. Another one
                 remembers keys, so held-out prompts get a source of their own in each life.
+            dropped: groups of these batches that were dropped by the time of the checkpoint; the
+                store of a life that it knows counts later ones, too.
         """
         self._evaluation_source = EVALUATION + life
-        dropped = await self._store.stats()
-        for group in dropped.dropped_groups:
+        for group in (await self._store.stats()).dropped_groups:
             self._drops_seen = group.serial
             if group.batch is not None and group.group in self.assigned.living(group.batch):
                 await self._write(dropped_record(group.batch, [group.group]))
+        gone = self.assigned.dropped if life else dropped
+        self.rows_put += gone * self._config.workflow.group_size
         batches = {batch: self.assigned.living(batch) for batch in self.assigned.batches()}
         keys = [key for living in batches.values() for key in living]
-        records = await self._aside(partial(self._cursor.again, keys))
+        records = await self.source.again(keys)
         self._again = {
             batch: deque((key, records[key]) for key in living) for batch, living in batches.items()
         }
@@ -161,6 +151,8 @@ class Supply:
         if self._config.workflow.extra_groups:
             late = self._over.stragglers(self.assigned.living(version - 1), trained)
         self._version = version
+        if self._filling == version - 1:
+            self._trained = frozenset(trained)
         self._open_later()
         self.assigned.close(version)
         self._dropped_in_a_row = 0
@@ -193,7 +185,7 @@ class Supply:
         evaluation = self._config.evaluation
         if evaluation is None:
             return []
-        return await self._aside(lambda: list(islice(self._prompts.evaluation(), evaluation.limit)))
+        return await self.source.held_out(evaluation.limit)
 
     async def evaluate(
         self, version: int, records: Sequence[PromptRecord], samples: int, *, first: int = 0
@@ -208,7 +200,7 @@ class Supply:
         """
         numbers = range(first, first + len(records))
         keys = [GroupKey(self._evaluation_source, version, number) for number in numbers]
-        await self._put(self._columns(records), keys, samples, None, "eval")
+        await self._put(self.source.columns(records), keys, samples, None, "eval")
         self.rows_evaluated += len(records) * samples
 
     async def admit(self) -> None:
@@ -224,11 +216,15 @@ class Supply:
 
     async def _fill(self, batch: int, groups: int) -> None:
         """Put groups of one batch: those that an earlier life assigned to it, then new ones."""
+        if self._passed(batch):
+            return  # over-sampling: it was trained without them
+        self._filling, self._trained = batch, frozenset()
+        flow = self._config.workflow
         waiting = self._again.get(batch, deque())
         again = [waiting.popleft() for _ in range(min(groups, len(waiting)))]
-        drawn = await self._aside(partial(self._cursor.draw, groups - len(again)))
+        drawn = await self.source.draw(groups - len(again))
         if drawn:
-            prompts, key = self._columns([record for _, record in drawn]), drawn[-1][0]
+            prompts, key = self.source.columns([record for _, record in drawn]), drawn[-1][0]
             last = fingerprint(prompts["prompt_ids"][-1])
             following = (key.epoch, key.sequence + 1)
             await self._write(groups_record(batch, [k for k, _ in drawn], following, last))
@@ -240,6 +236,15 @@ class Supply:
                 f"the first time, so it holds another run's rows; give this run a store of its own "
                 f"(an empty directory), or resume with checkpoint.resume=exact"
             )
+        if self._passed(batch):
+            # Its stragglers were dropped while these were on their way to the store.
+            put = (key for key, _ in (*again, *drawn) if key not in self._trained)
+            rows = [Key(*key, sample) for key in put for sample in range(flow.group_size)]
+            await self._store.drop(rows, reason=STRAGGLER)
+
+    def _passed(self, batch: int) -> bool:
+        """Whether the step of a batch is done, where a step trains the groups of its batch."""
+        return self._config.workflow.order == "batches" and batch < self._version
 
     async def _put_training(
         self, batch: int, found: Sequence[tuple[GroupKey, PromptRecord]]
@@ -248,7 +253,7 @@ class Supply:
         if not found:
             return 0
         size = self._config.workflow.group_size
-        prompts = self._columns([record for _, record in found])
+        prompts = self.source.columns([record for _, record in found])
         known = await self._put(prompts, [key for key, _ in found], size, batch, "train")
         self.rows_put += len(found) * size
         return known
@@ -259,23 +264,6 @@ class Supply:
         if self._note is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._note, record)
             self.notes += 1
-
-    async def _aside(self, call: Callable[[], T]) -> T:
-        """What the plugin makes, on the thread; its own exceptions name it."""
-        plugin = self._config.prompts.plugin
-
-        def named() -> T:
-            try:
-                return call()
-            except AsyncFlowError:
-                raise
-            except Exception as error:
-                raise ServiceError(
-                    f"prompts plugin {plugin!r} failed: {type(error).__name__}: {error}",
-                    service="prompts",
-                ) from error
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, named)
 
     async def _put(
         self,
@@ -289,7 +277,8 @@ class Supply:
         longest = int(prompts["prompt_ids"].lengths.max())
         nbytes = row_bytes(longest, self._config.rollout.sampling.max_new_tokens)
         if partition == "train":
-            await self._check_room(nbytes)
+            groups = self._over.started
+            check_room(await self._store.stats(), self._config.workflow, groups, nbytes)
         result = await self._store.put(
             prompts,
             keys=keys,
@@ -299,31 +288,6 @@ class Supply:
             row_bytes=nbytes,
         )
         return result.known
-
-    def _columns(self, records: Sequence[PromptRecord]) -> Batch:
-        try:
-            columns = {"prompt_ids": Column.ragged([r.prompt_ids for r in records], np.int32)}
-            for name in self._prompts.fields:
-                columns[name] = Column.objects(record.fields[name] for record in records)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DataError(
-                f"prompts plugin {self._config.prompts.plugin!r} yields a malformed PromptRecord: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        return Batch(columns)
-
-    async def _check_room(self, nbytes: int) -> None:
-        """Refuse what would wait for ever: a batch that can never be whole in the store."""
-        flow = self._config.workflow
-        batches = min(flow.steps, flow.bound + 1)
-        needed = batches * self._over.started * flow.group_size * nbytes
-        there = (await self._store.stats()).capacity_bytes
-        if there < needed:
-            raise ConfigError(
-                f"the data store holds {there} bytes, but {batches} batch(es) of "
-                f"{self._over.started} x {flow.group_size} rows of up to {nbytes} bytes may be "
-                f"open, which take {needed}; raise its capacity_bytes, or make batches smaller"
-            )
 
     async def watch_drops(self) -> None:
         """Replace dropped groups of training, until cancelled."""
@@ -361,7 +325,7 @@ class Supply:
     async def _requeue(self, group: GroupKey) -> None:
         """Let the same prompt take the place of its group, by a key the store does not know."""
         drawn = GroupKey(TRAINING, group.epoch, group.sequence)
-        found = await self._aside(partial(self._cursor.again, [drawn]))
+        found = await self.source.again([drawn])
         source = _AGAIN if group.source == TRAINING else group.source + 1
         again = GroupKey(source, group.epoch, group.sequence)
         self._again.setdefault(self._version, deque()).append((again, found[drawn]))

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncflow_core import metrics
 from asyncflow_core.config import RunConfig
-from asyncflow_core.errors import AsyncFlowError
+from asyncflow_core.errors import AsyncFlowError, EngineError
 from asyncflow_core.flow.processes.control import (
     RolloutControl,
     StageControl,
@@ -47,6 +47,8 @@ EVERY_S = 1.0
 """Seconds between two looks."""
 _ANSWER_S = 0.2
 """What does not answer within this is shown as it was; its answer is waited for all the same."""
+_LAST_ANSWER_S = 5.0
+"""The same when a run has come to its end."""
 _SILENT_S = 3.0
 """Silence that is worth showing."""
 
@@ -85,12 +87,18 @@ class Watching:
         self._store = StoreStats()
         self._waits: list[str] = []
         self._said = False
+        self._untold: set[str] = set()
         self._writing = threading.Lock()
         self._ended = False
 
     def workers(self, workers: Sequence[Worker]) -> None:
         """Watch these of the run's own process, too."""
         self._workers = workers
+
+    def left(self, name: str) -> None:
+        """A replica died; what it said last stays counted."""
+        for counters in (self._generated, self._kept, self._lost):
+            counters.left(name)
 
     async def run(self, store: DataStore, waits: Waits, thread: Executor) -> None:
         """Look and write until cancelled; files are written on `thread`."""
@@ -104,14 +112,20 @@ class Watching:
             for task in self._asking.values():
                 task.cancel()
 
-    async def look(self, store: DataStore, waits: Waits) -> None:
+    async def last_look(self, store: DataStore, waits: Waits) -> None:
+        """Ask everybody once more, and give them time: the summary has what they say."""
+        if self._asking:
+            await asyncio.wait(self._asking.values(), timeout=_LAST_ANSWER_S)
+        await self.look(store, waits, answer_s=_LAST_ANSWER_S)
+
+    async def look(self, store: DataStore, waits: Waits, *, answer_s: float = _ANSWER_S) -> None:
         """Ask everybody once."""
         for name, control in list(self._controls.items()):
             asked = self._asking.get(name)
             if isinstance(control, StageControl) and (asked is None or asked.done()):
                 self._asking[name] = asyncio.create_task(self._ask(name, control))
         if self._asking:
-            await asyncio.wait(self._asking.values(), timeout=_ANSWER_S)
+            await asyncio.wait(self._asking.values(), timeout=answer_s)
         try:
             self._store = replace(await store.stats(), dropped_groups=())
             self._waits = waits.lines(self._store)
@@ -122,8 +136,14 @@ class Watching:
         try:
             work = await control.work()
             engine = await control.stats() if isinstance(control, RolloutControl) else None
-        except AsyncFlowError:
-            return  # it shows as silent; whether that ends the run is not for here to say
+        except AsyncFlowError as error:
+            # It shows as silent; whether that ends the run is not for here to say.
+            if isinstance(error, EngineError) and name not in self._untold:
+                self._untold.add(name)
+                _log.warning("%s does not tell its work, which is not counted: %s", name, error)
+            return
+        if self._controls.get(name) is not control:
+            return  # it died since, and counts anew
         self._answers[name] = (time.monotonic(), work, engine)
         if engine is not None:
             self._generated.set(name, engine.tokens_generated)
@@ -137,11 +157,16 @@ class Watching:
         """Response tokens so far."""
         totals = self._totals
         wasted = {"switch or abort": totals.tokens_lost, **totals.wasted}
+        trained, evaluated = totals.response_tokens, totals.tokens_evaluated
         return Tokens(
-            # What an earlier life made after its checkpoint is not in what it saved.
-            generated=totals.tokens_generated + totals.wasted["resume"],
-            trained=totals.response_tokens,
-            evaluated=totals.tokens_evaluated,
+            # What an earlier life made after its checkpoint is not in what it saved, and what a
+            # replica made after it was asked for the last time shows by what became of it.
+            generated=max(
+                totals.tokens_generated + totals.wasted["resume"],
+                trained + evaluated + sum(wasted.values()),
+            ),
+            trained=trained,
+            evaluated=evaluated,
             kept=totals.tokens_kept,
             wasted={cause: tokens for cause, tokens in wasted.items() if tokens},
         )

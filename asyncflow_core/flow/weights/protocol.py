@@ -7,6 +7,8 @@ The controller feeds it what happened and carries out what it answers. It holds 
 - a failed stage or commit leaves what serves, is tried again, and after `attempts` or at its
   deadline is a `Fail` that names replica, version and reason;
 - a slow replica holds up nobody else: each is asked for the newest version when it is free;
+- a version that is still coming (`coming`) may be staged, once by each replica, and is committed
+  only when it has come whole (`published`) and the checksums are equal;
 - every `compare_every`-th version is compared bit for bit once it serves, and a difference fails;
 - a version is retired once it is not the newest and no replica needs its bytes.
 """
@@ -83,6 +85,7 @@ class _Weights(NamedTuple):
 class _Phase(StrEnum):
     IDLE = "idle"
     STAGING = "staging"
+    STAGED = "done with"
     COMMITTING = "committing"
     COMPARING = "comparing"
     FAILED = "failed"
@@ -90,6 +93,8 @@ class _Phase(StrEnum):
 
 _NONE = _Weights(-1, -1)
 _ASKED = (_Phase.STAGING, _Phase.COMMITTING, _Phase.COMPARING)
+_COMING = ""
+"""Instead of a checksum: the trainer's side does not know it yet."""
 
 
 @dataclass(slots=True)
@@ -100,6 +105,7 @@ class _Replica:
     call: int = -1
     attempt: int = 0
     deadline: float = 0.0
+    checksum: str = ""
 
 
 @dataclass(slots=True)
@@ -107,7 +113,8 @@ class WeightProtocol:
     """Brings every replica to the newest published version.
 
     Attributes:
-        stage_timeout_s: deadline of one stage or comparison, from its instruction to its report.
+        stage_timeout_s: deadline of one stage or comparison, from its instruction to its report;
+            that of a version still coming begins when it is there.
         commit_timeout_s: deadline of one commit.
         attempts: stages of one version a replica may need.
         compare_every: versions from one comparison to the next; 0 for none.
@@ -131,11 +138,13 @@ class WeightProtocol:
 
     def waiting(self, now: float) -> list[str]:
         """One line for each replica that is on its way, for the wait-for graph."""
-        return [
-            f"{name} is {r.phase} version {r.target.version}, {r.deadline - now:.0f} s left"
-            for name, r in self._replicas.items()
-            if r.phase in _ASKED
-        ]
+        lines = []
+        for name, r in self._replicas.items():
+            if r.phase in (*_ASKED, _Phase.STAGED):
+                comes = self._comes(r.target)
+                left = "which still comes" if comes else f"{r.deadline - now:.0f} s left"
+                lines.append(f"{name} is {r.phase} version {r.target.version}, {left}")
+        return lines
 
     def settled(self) -> bool:
         """Whether every replica serves the newest version."""
@@ -153,10 +162,21 @@ class WeightProtocol:
         self._replicas.pop(replica, None)
         return list(self._retire())
 
+    def coming(self, version: int, now: float, *, life: int = 0) -> list[Instruction]:
+        """The trainer's side begins with a version and gives what it has; then comes `published`.
+
+        One that is known, or older than the newest, changes nothing. If the next one begins before
+        this one was published, its trainer died: nobody waits for it any more.
+        """
+        weights = _Weights(life, version)
+        if self._newest is not None and weights <= self._newest:
+            return []
+        return self._add(weights, _COMING, now)
+
     def published(
         self, version: int, checksum: str, now: float, *, life: int = 0
     ) -> list[Instruction]:
-        """The trainer's side holds a new version.
+        """The trainer's side holds a new version, all of it.
 
         The same one told twice changes nothing; one older than the newest is of no use any more.
 
@@ -165,6 +185,8 @@ class WeightProtocol:
         """
         weights = _Weights(life, version)
         known = self._checksums.get(weights)
+        if known == _COMING:
+            return self._came(weights, checksum, now)
         if known is not None and known != checksum:
             raise InvariantError(
                 f"version {version} of life {life} was published twice, with the checksums {known} "
@@ -174,11 +196,30 @@ class WeightProtocol:
             return []
         if self._newest is not None and weights < self._newest:
             return [Retire(version, life)]
+        return self._add(weights, checksum, now)
+
+    def _add(self, weights: _Weights, checksum: str, now: float) -> list[Instruction]:
         self._checksums[weights] = checksum
-        self._newest = weights
+        before, self._newest = self._newest, weights
         found: list[Instruction] = []
-        for name in self._replicas:
+        for name, state in self._replicas.items():
+            if before is not None and state.target == before and self._unknown(before):
+                state.deadline = now + self.stage_timeout_s
+                if state.phase is _Phase.STAGED:
+                    state.phase = _Phase.IDLE
             found.extend(self._proceed(name, now))
+        return found + list(self._retire())
+
+    def _came(self, weights: _Weights, checksum: str, now: float) -> list[Instruction]:
+        self._checksums[weights] = checksum
+        found: list[Instruction] = []
+        for name, state in self._replicas.items():
+            if state.target == weights and state.phase is _Phase.STAGED:
+                found.extend(self._judge(name, state, now))
+            elif state.target == weights and state.phase is _Phase.STAGING:
+                state.deadline = now + self.stage_timeout_s
+            else:
+                found.extend(self._proceed(name, now))
         return found + list(self._retire())
 
     def staged(self, replica: str, call: int, checksum: str, now: float) -> list[Instruction]:
@@ -186,13 +227,24 @@ class WeightProtocol:
         state = self._awaited(replica, call, _Phase.STAGING)
         if state is None:
             return []
+        state.checksum = checksum
+        if self._comes(state.target):
+            state.phase = _Phase.STAGED
+            return []
+        if self._unknown(state.target):  # and always will be
+            state.phase = _Phase.IDLE
+            return [*self._proceed(replica, now), *self._retire()]
+        return [*self._judge(replica, state, now), *self._retire()]
+
+    def _judge(self, replica: str, state: _Replica, now: float) -> list[Instruction]:
+        """Commit what a replica holds if it is what was published."""
         published = self._checksums[state.target]
-        if checksum != published:
-            reason = f"checksum {checksum} is not the published {published}"
-            return self.failed(replica, call, reason, now)
+        if state.checksum != published:
+            state.phase = _Phase.STAGING
+            reason = f"checksum {state.checksum} is not the published {published}"
+            return self.failed(replica, state.call, reason, now)
         self._ask(state, _Phase.COMMITTING, now + self.commit_timeout_s)
-        commit = Commit(replica, state.target.version, state.call, state.target.life)
-        return [commit, *self._retire()]
+        return [Commit(replica, state.target.version, state.call, state.target.life)]
 
     def failed(self, replica: str, call: int, reason: str, now: float) -> list[Instruction]:
         """What a replica was asked to do failed; what served serves on."""
@@ -200,6 +252,8 @@ class WeightProtocol:
         if state is None:
             return []
         self.failures += 1
+        if state.phase is _Phase.STAGING and self._unknown(state.target):
+            state.attempt -= 1  # the trainer's side may have failed: it does not count
         retried = state.phase is not _Phase.COMPARING and state.attempt < self.attempts
         if retried:
             state.phase = _Phase.IDLE
@@ -236,8 +290,11 @@ class WeightProtocol:
         """Time passed: what missed its deadline has failed."""
         found: list[Instruction] = []
         for name, state in self._replicas.items():
-            if state.phase in _ASKED and now >= state.deadline:
-                state.attempt = self.attempts  # a replica that does not answer is not asked again
+            due = state.phase in _ASKED and now >= state.deadline
+            if due and not self._comes(state.target):
+                state.attempt = (
+                    self.attempts + 1
+                )  # a replica that does not answer is not asked again
                 reason = f"no answer while {state.phase}, its deadline passed"
                 found.extend(self.failed(name, state.call, reason, now))
         return found
@@ -254,6 +311,12 @@ class WeightProtocol:
         self._calls += 1
         state.phase, state.deadline, state.call = phase, deadline, self._calls
 
+    def _unknown(self, weights: _Weights) -> bool:
+        return self._checksums.get(weights) == _COMING
+
+    def _comes(self, weights: _Weights) -> bool:
+        return weights == self._newest and self._unknown(weights)
+
     def _compared(self, weights: _Weights) -> bool:
         return self.compare_every > 0 and weights.version % self.compare_every == 0
 
@@ -263,6 +326,8 @@ class WeightProtocol:
             return
         if state.serving is not None and state.serving >= self._newest:
             return
+        if state.target == self._newest and self._comes(self._newest):
+            return  # it was tried while it came; the next time all of it is there
         state.attempt = state.attempt + 1 if state.target == self._newest else 1
         state.target = self._newest
         self._ask(state, _Phase.STAGING, now + self.stage_timeout_s)
@@ -278,6 +343,7 @@ class WeightProtocol:
             or (s.phase is _Phase.COMMITTING and self._compared(s.target))
         }
         for weights in sorted(self._checksums):
-            if weights != self._newest and weights not in needed:
+            wanted = weights == self._newest or weights in needed or self._unknown(weights)
+            if not wanted:
                 del self._checksums[weights]
                 yield Retire(weights.version, weights.life)

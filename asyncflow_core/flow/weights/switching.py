@@ -70,12 +70,34 @@ class Switching:
             self._carry_out(self._protocol.join(name, self._clock()))
         self._group.create_task(self._watch())
 
-    def published(self, weights: PublishedWeights) -> None:
-        """A new version can be fetched."""
+    async def publish(self, version: int, life: int, *, overlaps: bool = False) -> PublishedWeights:
+        """Let the trainer publish; with `overlaps` replicas stage what comes while it does."""
+        publishing = asyncio.ensure_future(self._trainer.publish(version, life))
+        try:
+            coming = await self._trainer.coming(version, life) if overlaps else None
+            if coming is not None:
+                self._coming(coming)
+            weights = await publishing
+        finally:
+            publishing.cancel()
+        self.published(weights)
+        return weights
+
+    def _coming(self, weights: PublishedWeights) -> None:
         manifest = weights.manifest
+        found = self._protocol.coming(manifest.version, self._clock(), life=manifest.life)
+        self._published[manifest.life, manifest.version] = weights
+        self._settled.clear()
+        self._carry_out(found)
+
+    def published(self, weights: PublishedWeights) -> None:
+        """A new version can be fetched, all of it."""
+        manifest, failures = weights.manifest, self._protocol.failures
         found = self._protocol.published(
             manifest.version, manifest.checksum, self._clock(), life=manifest.life
         )
+        if self._protocol.failures > failures:
+            _log.warning("replicas hold other bytes of version %d than came", manifest.version)
         self._published[manifest.life, manifest.version] = weights
         self._settled.clear()
         self._carry_out(found)
@@ -141,11 +163,13 @@ class Switching:
             self._failed(replica, call, error)
             return
         self.stage_s = staged.wall_s
-        if staged.checksum != published.manifest.checksum:
+        failures = self._protocol.failures
+        found = self._protocol.staged(replica, call, staged.checksum, self._clock())
+        if self._protocol.failures > failures:
             _log.warning(
                 "%s holds other bytes than were published as version %d", replica, staged.version
             )
-        self._carry_out(self._protocol.staged(replica, call, staged.checksum, self._clock()))
+        self._carry_out(found)
 
     async def _commit(self, replica: str, control: RolloutControl, version: int, call: int) -> None:
         start = time.perf_counter()

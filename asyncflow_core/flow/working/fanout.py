@@ -1,14 +1,13 @@
 """Making the ranks of an SPMD trainer one service.
 
 Rank 0 receives each call once and repeats it to all ranks in one order; each rank reads its rows
-itself, by reference. A rank that fails fails the call on all, by number. One that cannot read its
-rows takes part in the call without any before it fails: the others may be waiting for it.
+itself, by reference. A rank that fails fails the call on all, by number.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,131 +18,20 @@ from asyncflow_core.batch import Batch, BatchRef
 from asyncflow_core.errors import DataError, InvariantError, ServiceError
 from asyncflow_core.flow.processes.control import RankControl
 from asyncflow_core.flow.working.micro_batches import split
+from asyncflow_core.flow.working.rank import TrainerRank
 from asyncflow_core.metrics import Means
-from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.services.trainer import (
     ForwardBackwardInfo,
     LossSpec,
-    SupportsModelExport,
-    Trainer,
     UpdateInfo,
 )
-from asyncflow_core.services.weight_sync import Bucket, PublishedWeights, WeightSync
+from asyncflow_core.services.weight_sync import (
+    PublishedWeights,
+)
 
-__all__ = ["Ranks", "TrainerRank"]
+__all__ = ["Ranks"]
 
 T = TypeVar("T")
-
-
-class TrainerRank(RankControl):
-    """One rank: its trainer, its own way to the store, and to the replicas if it yields weights."""
-
-    def __init__(
-        self, trainer: Trainer, store: DataStore, weight_sync: WeightSync | None = None
-    ) -> None:
-        """Wrap an opened trainer, store and weight sync."""
-        self._trainer = trainer
-        self._store = store
-        self._weight_sync = weight_sync
-        self._order = 0
-
-    async def forward(self, order: int, rows: Sequence[BatchRef], columns: Sequence[str]) -> Batch:
-        """Read the rows, compute their columns."""
-        self._in_order(order)
-        batch, failure = await self._read(rows, columns)
-        found = await self._trainer.forward(batch)
-        if failure is not None:
-            raise failure
-        return found
-
-    async def forward_backward(
-        self,
-        order: int,
-        rows: Sequence[BatchRef],
-        columns: Sequence[str],
-        loss: LossSpec,
-        *,
-        last: bool,
-    ) -> ForwardBackwardInfo:
-        """Read the rows, add their gradient."""
-        self._in_order(order)
-        batch, failure = await self._read(rows, columns)
-        info = await self._trainer.forward_backward(batch, loss, last=last)
-        if failure is not None:
-            raise failure
-        return info
-
-    async def _read(
-        self, rows: Sequence[BatchRef], columns: Sequence[str]
-    ) -> tuple[Batch, Exception | None]:
-        """The rows, one reference after another; or none, and what to raise after the call."""
-        nothing = Batch({}, rows=0)  # no rows have no columns
-        try:
-            parts = [await self._store.read(ref, columns) for ref in rows]
-            return (Batch.concat(parts) if parts else nothing), None
-        except Exception as error:  # noqa: BLE001 - the other ranks come first
-            return nothing, error
-
-    async def optim_step(self, order: int) -> UpdateInfo:
-        """Update."""
-        self._in_order(order)
-        return await self._trainer.optim_step()
-
-    async def zero_grad(self, order: int) -> None:
-        """Throw collected gradients away."""
-        self._in_order(order)
-        await self._trainer.zero_grad()
-
-    async def export(self, order: int, version: int, life: int) -> PublishedWeights | None:
-        """Run the export; its collective work is what the other ranks need in any case.
-
-        Raises:
-            InvariantError: this rank yields weights and has nowhere to publish them.
-        """
-        self._in_order(order)
-        buckets = self._trainer.export_weights(version)
-        try:
-            first = await anext(buckets, None)
-            if first is None:
-                return None
-            if self._weight_sync is None:
-                raise InvariantError(
-                    "a rank yields weights though it was not said to (sharded_export)"
-                )
-            return await self._weight_sync.publish(version, life, _resumed(first, buckets))
-        finally:
-            # Now, not when it is collected: the trainer may have to keep in step with other ranks.
-            if isinstance(buckets, AsyncGenerator):
-                await buckets.aclose()
-
-    async def retire(self, version: int, life: int) -> None:
-        """Give a version's memory back."""
-        if self._weight_sync is not None:
-            await self._weight_sync.retire(version, life)
-
-    async def save(self, order: int, path: str) -> None:
-        """Take part in a checkpoint."""
-        self._in_order(order)
-        await self._trainer.save(path)
-
-    async def load(self, order: int, path: str) -> None:
-        """Take part in loading one."""
-        self._in_order(order)
-        await self._trainer.load(path)
-
-    async def save_model(self, order: int, path: str) -> bool:
-        """Take part in writing the model."""
-        self._in_order(order)
-        if not isinstance(self._trainer, SupportsModelExport):
-            return False
-        await self._trainer.save_model(path)
-        return True
-
-    def _in_order(self, order: int) -> None:
-        """Count one call; `InvariantError` if it is not the next one."""
-        if order != self._order:
-            raise InvariantError(f"this rank expects call {self._order}, got call {order}")
-        self._order += 1
 
 
 class Ranks:
@@ -167,6 +55,7 @@ class Ranks:
         self._overlaps_export = overlaps_export
         self._exported = asyncio.Event()
         self._exported.set()
+        self._first = first
         self._ranks: tuple[RankControl, ...] = (first, *others)
         self._order = 0
         self._turn = asyncio.Lock()
@@ -297,6 +186,10 @@ class Ranks:
         finally:
             self._exported.set()
 
+    async def coming(self, version: int, life: int) -> PublishedWeights | None:
+        """What can be fetched of a version while rank 0, which yields all of it, exports it."""
+        return await self._first.coming(version, life)
+
     async def retire(self, version: int, life: int) -> None:
         """Give a version's memory back on all ranks."""
         await self._together("retire", [partial(r.retire, version, life) for r in self._ranks])
@@ -334,12 +227,6 @@ def _chosen(refs: Sequence[BatchRef], indices: Sequence[int]) -> list[BatchRef]:
             chosen.append(replace(ref, rows=rows))
         first = end
     return chosen
-
-
-async def _resumed(first: Bucket, others: AsyncIterator[Bucket]) -> AsyncIterator[Bucket]:
-    yield first
-    async for bucket in others:
-        yield bucket
 
 
 async def _named(number: int, name: str, world_size: int, call: Callable[[], Awaitable[T]]) -> T:

@@ -29,7 +29,7 @@ _WAIT_S = 5.0
 """Seconds one lease call waits inside the store; it bounds nothing, the loop asks again."""
 
 
-def proximal_task(batch_groups: int = 0) -> TaskSpec:
+def proximal_task() -> TaskSpec:
     """What the store sees."""
     return TaskSpec(
         "proximal",
@@ -37,7 +37,6 @@ def proximal_task(batch_groups: int = 0) -> TaskSpec:
         (PROXIMAL,),
         whole_groups=True,
         order=Order.STEP,
-        batch_groups=batch_groups,
     )
 
 
@@ -102,7 +101,7 @@ class Proximal:
         self._keeper.hold(lease.lease_id)
         try:
             tokens = [info.tokens for info in lease.rows]
-            found = await self._ranks.forward([lease.ref()], tokens, self._task.reads)
+            found = await self._ranks.forward([lease.ref()], tokens, LOGPROB_READS)
             await self._store.commit(lease.ref(), writes=Batch({PROXIMAL: found["logprobs"]}))
         except LeaseLostError as error:
             _log.warning("the trainer's forward: %s; the rows are done again", error)

@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncflow_core.batch import Batch, Column
 from asyncflow_core.errors import AsyncFlowError, DataError, ServiceError, ServiceTimeoutError
+from asyncflow_core.flow.building import described
 from asyncflow_core.flow.working.calls import ATTEMPTS, CallLog
 from asyncflow_core.flow.working.worker import Part, Work
 from asyncflow_core.parts import Stage, StageContract
@@ -85,6 +86,7 @@ class _Caller:
                 self._calls.begin(self._name, rows)
             loop = asyncio.get_running_loop()
             running = loop.run_in_executor(self._executor, self._on_thread, batch)
+            running.add_done_callback(_seen)
             done, _ = await asyncio.wait({running}, timeout=self._timeout_s)
             if not done:
                 raise self._too_long(len(rows))
@@ -94,15 +96,15 @@ class _Caller:
 
     def _on_thread(self, batch: Batch) -> Batch:
         # Caught here, on the thread: a StopIteration would never reach the event loop, and
-        # sys.exit() in a verifier would end it. Ctrl-C comes to the main thread only.
+        # sys.exit() or a cancelled task in a verifier would end it. Ctrl-C comes elsewhere.
         name = self._name
         try:
             columns = self._stage(batch)
         except AsyncFlowError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:
             raise ServiceError(
-                f"stage {name!r} failed: {type(error).__name__}: {error}", service=name
+                f"stage {name!r} failed: {described(error)}", service=name
             ) from error
         return to_columns(columns, self._writes, batch.rows, name)
 
@@ -128,6 +130,12 @@ class _Caller:
         _log.warning("row %s counts reward 0: %s", rows[0].key, reason)
         columns = {"reward": [0.0] * len(rows), "reward_error": [reason] * len(rows)}
         return Part(rows, to_columns(columns, self._writes, len(rows), self._name))
+
+
+def _seen(call: asyncio.Future[Batch]) -> None:
+    """Whoever waited may be gone when a call fails: that is no news of its own."""
+    if not call.cancelled():
+        call.exception()
 
 
 def to_columns(columns: Any, writes: Sequence[str], rows: int, stage: str) -> Batch:

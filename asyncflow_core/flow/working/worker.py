@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncflow_core.batch import Batch, Column
-from asyncflow_core.errors import AsyncFlowError, DataError, LeaseLostError
+from asyncflow_core.errors import AsyncFlowError, DataError, LeaseLostError, ServiceError
 from asyncflow_core.flow.processes.control import WorkStats
 from asyncflow_core.flow.working.busy import Busy
 from asyncflow_core.parts import KEY_COLUMN
@@ -33,6 +34,9 @@ _WAIT_S = 5.0
 
 _GIVE_BACK_S = 2.0
 """Seconds a worker that ends takes to give its rows back."""
+
+_SAID = 3
+"""Drops of one cause that are warned of; the store counts them all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +123,7 @@ class Worker:
         policy: str = "fifo",
         lease_s: float = 60.0,
         version: Callable[[], int] | None = None,
+        columns: Sequence[str] | None = None,
         share: tuple[int, int] | None = None,
     ) -> None:
         """Prepare; `run` starts.
@@ -133,10 +138,12 @@ class Worker:
             policy: which rows go first, one of the store's lease policies.
             lease_s: life of a lease; it is renewed while the work goes on.
             version: the version served now, for a task whose order needs one.
+            columns: of the task's reads, those that `work` is given; default: all.
             share: (number, of how many workers): take only rows that fall to this one by their
                 key, whoever is faster; None: any row.
         """
         self._share = share
+        self._reach = 1 if share is None else share[1]
         self._store = store
         self._task = task
         self._work = work
@@ -146,11 +153,13 @@ class Worker:
         self._policy = policy
         self._lease_s = lease_s
         self._version = version
+        self._columns = task.reads if columns is None else columns
         self._keeper = LeaseKeeper(store, lease_s)
         self._registration: Registration | None = None
         self._left: dict[int, tuple[Lease, dict[int, RowInfo]]] = {}  # by lease, not yet committed
         self._calls: set[asyncio.Task[Lease | None]] = set()  # hand-outs not yet taken
         self._held = 0
+        self._drops: Counter[str] = Counter()
         self._rows = 0
         self._busy, self._pulling = Busy(), Busy()
         self._room = asyncio.Event()
@@ -220,7 +229,7 @@ class Worker:
                 self._task.name,
                 requester=self._requester,
                 version=self._version() if self._version else None,
-                limit_rows=min(self._rows_per_lease, self._rows_in_flight - self._held),
+                limit_rows=self._room_for() * self._reach,
                 policy=self._policy,
                 lease_s=self._lease_s,
                 wait_s=_WAIT_S,
@@ -240,15 +249,27 @@ class Worker:
         return None
 
     async def _only_its_share(self, lease: Lease, number: int, count: int) -> Lease | None:
-        """Give the others' rows back, to the front of the queue, where they take them."""
-        others = [i for i in lease.rows if (i.key.sequence + i.key.sample) % count != number]
-        if others:
-            await self._store.release(lease.ref(others))
-        if len(others) == len(lease.rows):
+        """Give the others' rows back, to the front of the queue, where they take them.
+
+        Where many of theirs come first, the next call reaches beyond those: one that has no room
+        must not hold up this one.
+        """
+        room = self._room_for()
+        mine = [i for i in lease.rows if (i.key.sequence + i.key.sample) % count == number][:room]
+        taken = {info.row for info in mine}
+        rest = [info for info in lease.rows if info.row not in taken]
+        if rest:
+            await self._store.release(lease.ref(rest))
+        if mine:
+            return replace(lease, rows=tuple(mine))
+        if len(rest) >= room * self._reach:
+            self._reach *= 2
+        else:
             await asyncio.sleep(_OTHERS_S)
-            return None
-        given = {info.row for info in others}
-        return replace(lease, rows=tuple(info for info in lease.rows if info.row not in given))
+        return None
+
+    def _room_for(self) -> int:
+        return min(self._rows_per_lease, self._rows_in_flight - self._held)
 
     async def _give_back(self, call: asyncio.Task[Lease | None]) -> None:
         lease = await call
@@ -279,6 +300,16 @@ class Worker:
                 await self._work_on(lease, left)
         except LeaseLostError as error:
             _log.warning("%s: %s; the rows are done again elsewhere", self._requester, error)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                # A task group takes it for a task that was told to end, and goes on without it.
+                raise ServiceError(
+                    f"{self._requester}: its work on {len(left)} rows was cancelled, and nobody "
+                    f"of the run asked for that: something that it awaits was",
+                    service=self._requester,
+                ) from error
+            raise
         if left:  # not among the parts; rows of a lost lease are back already
             await self._store.release(lease.ref(tuple(left.values())))
         del self._left[lease.lease_id]
@@ -286,7 +317,7 @@ class Worker:
         self._hold(-len(left))
 
     async def _work_on(self, lease: Lease, left: dict[int, RowInfo]) -> None:
-        batch = await read_rows(self._store, lease, self._task.reads)
+        batch = await read_rows(self._store, lease, self._columns)
         # Closed here and now, so that an engine stops work on rows that went to others.
         async with contextlib.aclosing(self._work(lease, batch)) as parts:
             async for part in parts:
@@ -298,7 +329,10 @@ class Worker:
 
     async def _finish(self, lease: Lease, part: Part) -> None:
         if part.drop:
-            _log.warning("%s drops %d rows: %s", self._requester, len(part.rows), part.drop)
+            cause = part.drop.partition(":")[0]
+            self._drops[cause] += 1  # the first few tell; hundreds would hide everything else
+            level = logging.WARNING if self._drops[cause] <= _SAID else logging.DEBUG
+            _log.log(level, "%s drops %d rows: %s", self._requester, len(part.rows), part.drop)
             await self._store.drop([info.key for info in part.rows], reason=part.drop)
         else:
             ref = lease.ref(part.rows)

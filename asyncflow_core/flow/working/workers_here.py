@@ -44,7 +44,7 @@ def workers_here(
     workers = [
         Worker(
             store,
-            plan.tasks["record"],
+            plan.tasks["record"].spec,
             observer_work(recorder.observe),
             requester="recorder",
             rows_in_flight=_RECORD_ROWS,
@@ -52,8 +52,17 @@ def workers_here(
     ]
     if FILTER in plan.tasks:
         work, rows = filter_work(DynamicSampling(), wasted), _RECORD_ROWS
-        filtering = Worker(store, plan.tasks[FILTER], work, requester=FILTER, rows_in_flight=rows)
-        workers.append(filtering)
+        task = plan.tasks[FILTER]
+        workers.append(
+            Worker(
+                store,
+                task.spec,
+                work,
+                requester=FILTER,
+                rows_in_flight=rows,
+                columns=task.columns,
+            )
+        )
     for name, stage in plan.config.stages.items():
         for number in range(0 if in_processes(stage) else stage.workers):
             executor = DaemonThread(f"{name}-{number}")
@@ -94,13 +103,15 @@ def _stage_worker(
     made = make_stage(
         stage, chosen.plugin if chosen else None, chosen.options if chosen else None, context
     )
-    contract = StageContract(task.reads, task.writes, task.whole_groups, task.partitions)
+    spec = task.spec
+    contract = StageContract(task.columns, spec.writes, spec.whole_groups, spec.partitions)
     return Worker(
         store,
-        task,
+        spec,
         stage_work(made, contract, context.name, executor, timeout_s=stage.timeout_s),
         requester=context.name,
         rows_in_flight=2 * stage.rows,
         rows_per_lease=stage.rows,
         policy=stage.lease_policy,
+        columns=task.columns,
     )

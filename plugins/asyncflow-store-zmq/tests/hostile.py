@@ -1,9 +1,9 @@
 """A store, a good client and a bad one that makes calls of any form; for tests and fuzzing.
 
 A call is a method and its arguments as plain JSON; `{"int64": [[...]]}` and `{"int32": [...]}` are
-arrays, `{"hex": "..."}` is bytes, `{"number": "nan"}` is what JSON has not. In place of any value
-`"$extent"` is memory that was lent to the bad client, as [shard, slot, start], `"$lease"` and
-`"$rows"` are a lease it holds.
+the bytes of arrays, `{"hex": "..."}` is bytes, `{"number": "nan"}` is what JSON has not. In place
+of any value `"$extent"` is memory that was lent to the bad client, as [shard, slot, start], and
+`"$lease"` and `"$rows"` are a lease it holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from asyncflow_core.testing.data_store import prompts, rewards
 from asyncflow_core.wire import Client
 from asyncflow_store_zmq.layout import ColumnLayout, Layout
 from asyncflow_store_zmq.options import ZmqOptions
+from asyncflow_store_zmq.payload import FACTS
 from asyncflow_store_zmq.store import ZmqDataStore
+from asyncflow_store_zmq.table import UNWRITTEN
 
 CORPUS = Path(__file__).parent / "corpus"
 LAYOUT = Layout((ColumnLayout("prompt_ids", "ragged", "<i4", ()),)).dump().hex()
@@ -44,6 +46,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "store.lend": [1000, []],
     "store.lease": ["bad", "bad", None, 1, None, "fifo", 60.0, 0.0],
     "store.find": ["$lease", "$lease", "$rows", ["prompt_ids"], []],
+    "store.missing": ["$lease", "$lease", "$rows"],
     "store.commit": ["$lease", "$lease", "$rows", None, None, None, None, [[], 0]],
     "store.turn": [[], ["bad", "bad", None, 1, None, "fifo", 60.0, 0.0]],
     "store.renew": [[1], 60.0],
@@ -84,7 +87,7 @@ class Hostile:
             "$slot": lent[1],
             "$start": lent[1] << 20,
             "$lease": found[0],
-            "$rows": np.ascontiguousarray(found[1][0]),
+            "$rows": found[1][: len(found[1]) // (FACTS + len(found[2]))],
         }
         return self
 
@@ -115,9 +118,9 @@ class Hostile:
             case list():
                 return [self._value(entry) for entry in value]
             case {"int64": numbers}:
-                return np.array(numbers, np.int64)
+                return np.array(numbers, np.int64).tobytes()
             case {"int32": numbers}:
-                return np.array(numbers, np.int32)
+                return np.array(numbers, np.int32).tobytes()
             case {"float64": numbers}:
                 return np.array(numbers, np.float64)
             case {"hex": digits}:
@@ -139,11 +142,10 @@ class Hostile:
             try:
                 batch = await self._good.read(lease.ref(), ["prompt_ids"])
             except LeaseLostError:
-                # Among them is a row whose owner promised bytes and never wrote them.
-                strange = [info.key for info in lease.rows if tuple(info.key) not in left]
-                assert strange
-                await self._good.drop(strange, reason="never written")
+                # Among them was a row whose owner promised bytes and never wrote them.
+                assert [info for info in lease.rows if tuple(info.key) not in left]
                 await self._good.release(lease.ref())
+                assert UNWRITTEN in (await self._good.stats()).rows_dropped
                 continue
             for info, ids in zip(lease.rows, batch["prompt_ids"], strict=True):
                 if tuple(info.key) in left:

@@ -283,4 +283,4 @@ def test_lease_of_rows_with_other_writers_finds_each_where_it_lies():
     found = table.lease(0.0, "log", "me")
     assert found.sources == [["answer"]]
     assert found.rows[1:4].T.tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 2]]
-    assert len(set(found.rows[8].tolist())) == len(found.segments) == 3
+    assert len(set(found.rows[8].tolist())) == len(found.segments) // 64 == 3

@@ -222,7 +222,7 @@ async def test_put_of_a_client_cut_off_before_it_began_to_wait_keeps_no_memory(s
         _, (shard, slot, _) = decode(parts, limits=Limits())
         packed = pack(Batch({"score": Column.dense(np.zeros(1), np.float32)}))
         written = [shard, slot, slot << 20, packed.nbytes, 1, packed.layout.dump()]
-        facts = [np.array([[7, 0, 0]]), np.zeros(1, np.int32), np.full(1, -1, np.int32)]
+        facts = [struct.pack("<3q", 7, 0, 0), struct.pack("<i", 0), struct.pack("<i", -1)]
         call = [2, "put", [written, *facts, 1, None, "train", 0, None, [[], 0]]]
         sock.sendall(b"".join([*framed(encode(call)), bytes(4)]))  # a message of no parts
         assert sock.recv(100) == b""

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from asyncflow_core.batch import GroupKey
-from asyncflow_core.errors import ConfigError, DataError, LeaseLostError, ServiceClosedError
+from asyncflow_core.errors import (
+    ConfigError,
+    DataError,
+    LeaseLostError,
+    ServiceClosedError,
+    ServiceTimeoutError,
+)
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.data_store import prompts, rewards
 from asyncflow_store_zmq.blocking import BlockingStore
@@ -209,3 +215,43 @@ async def test_rows_lost_before_they_were_read_still_count_to_the_total(use):
         return [len(item) for item in reader]
 
     assert sum(await use(run)) == 4
+
+
+async def test_reader_whose_answers_come_late_forgets_no_commit_they_carry(use):
+    def run(store):
+        store.register(LOG)
+        store.put(prompts(20), keys=keys(0, 20))
+        reader = store.reader("log", ["prompt_ids"], requester="r", limit_rows=3, total_rows=20)
+        connection, waited, late = store._connection, set(), 0
+        patient = connection.wait
+
+        def wait(number, call):
+            """The first time, not a moment."""
+            if number in waited or call.method != "store.turn":
+                return patient(number, call)
+            waited.add(number)
+            return connection._clients[-1].wait(number, timeout_s=0.0)
+
+        connection.wait = wait
+        seen = []
+        while len(seen) < 20:
+            try:
+                item = next(reader)
+            except ServiceTimeoutError:
+                late += 1
+                continue
+            seen += [info.key.sequence for info in item.rows]
+            reader.commit(item)
+        for _ in range(20):
+            try:
+                reader.close()
+            except ServiceTimeoutError:
+                late += 1
+            else:
+                break
+        return seen, late, store.stats()
+
+    seen, late, stats = await use(run)
+    assert seen == list(range(20))
+    assert late
+    assert (stats.rows, stats.tasks["log"].committed, stats.tasks["log"].leased) == (0, 20, 0)

@@ -51,6 +51,7 @@ async def main():
         async for bucket in (await replica.fetch(published)).buckets:
             for spec in bucket.specs:
                 checksum.add(spec.name, spec.dtype, spec.shape, bucket.tensor_bytes(spec))
+                print(spec.name, flush=True)
         print(checksum.hexdigest())
 
 asyncio.run(main())
@@ -60,18 +61,20 @@ asyncio.run(main())
 PUBLISHER = (
     COMMON
     + """
-async def buckets():
-    yield Bucket((TensorSpec("a", "U8", (100000,)),), np.ones(100000, np.uint8))
-    print("half way", flush=True)
-    await asyncio.sleep(600)
+from dataclasses import asdict
+
+async def buckets(half_way=None):
+    for name in "ab":
+        yield Bucket((TensorSpec(name, "U8", (100000,)),), np.ones(100000, np.uint8))
+        if half_way:
+            print(json.dumps(asdict(await half_way)), flush=True)
+            await asyncio.sleep(600)
 
 async def main():
     async with host(sys.argv[1]) as trainer:
-        whole = Bucket((TensorSpec("a", "U8", (5,)),), np.ones(5, np.uint8))
-        async def one():
-            yield whole
-        await trainer.publish(1, 0, one())
-        await trainer.publish(2, 0, buckets())
+        await trainer.publish(1, 0, buckets())
+        coming = asyncio.ensure_future(trainer.coming(2, 0))
+        await trainer.publish(2, 0, buckets(coming))
 
 asyncio.run(main())
 """
@@ -123,7 +126,7 @@ async def test_two_processes_replica_reads_what_the_trainer_published(tmp_path):
         published = await trainer.publish(1, 0, stream(random_buckets(1)))
         text = json.dumps(asdict(published))
         code, out = await run(sys.executable, "-c", READER, str(tmp_path), text)
-        assert (code, out.strip()) == (0, published.manifest.checksum)
+        assert (code, out.split()[-1]) == (0, published.manifest.checksum)
         # The reader's opening and closing took nothing from a living publisher.
         assert len(list((tmp_path / "weights").rglob("*.weights"))) == 1
 
@@ -131,16 +134,23 @@ async def test_two_processes_replica_reads_what_the_trainer_published(tmp_path):
 async def test_publisher_killed_in_the_middle_leaves_nothing_after_the_next_open(tmp_path, caplog):
     child = start_publisher(tmp_path)
     try:
-        assert child.stdout.readline().strip() == "half way"
+        coming = child.stdout.readline()  # it is half way with version 2
         root = tmp_path / "weights"
         async with make(tmp_path):
             assert len(list(root.glob("pub-*"))) == 1, "a living publisher was swept"
-        assert [p.name for p in root.rglob("*.weights")] == ["1-v1-l0.weights"]
+        names = sorted(path.name for path in root.rglob("*.weights"))
+        assert names == ["1-v1-l0.weights", "2-v2-l0.weights"]
+        command = [sys.executable, "-c", READER, str(tmp_path), coming]
+        pipe = asyncio.subprocess.PIPE
+        reader = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        assert await reader.stdout.readline() == b"a\n"
         child.send_signal(signal.SIGKILL)
+        out, error = await reader.communicate()
+        assert out == b""
+        assert b"version 2 comes no further than bucket 1: its publisher ended" in error
     finally:
         child.kill()
         child.communicate()
-    assert [p.name for p in root.rglob("*.weights")] == ["1-v1-l0.weights"], "2 is not there"
     async with make(tmp_path):
         assert list(root.glob("pub-*")) == []
     assert "dead publisher" in caplog.text

@@ -24,7 +24,9 @@ from asyncflow_core.services.weight_sync import (
     check_tensors,
 )
 
-__all__ = ["Held", "Writer", "batches", "expected_tensors", "link_files", "renamed"]
+__all__ = [
+    "Held", "Writer", "batches", "expected_tensors", "held_model", "link_files", "renamed",
+]  # fmt: skip
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
@@ -42,6 +44,7 @@ class Held:
         file_of: file of each name.
         checksum: over the bytes of the files, with the names and shapes of the manifest.
         nbytes: of the tensors.
+        borrowed: the files are not ours to remove.
     """
 
     version: int
@@ -50,6 +53,7 @@ class Held:
     file_of: Mapping[str, Path]
     checksum: str
     nbytes: int
+    borrowed: bool = False
 
     def read(self, name: str) -> NDArray[np.uint8]:
         """A tensor's bytes, mapped read-only."""
@@ -60,12 +64,28 @@ class Held:
 
     def remove(self) -> None:
         """Let the version go."""
+        if self.borrowed:
+            return
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def expected_tensors(model: str) -> list[TensorSpec]:
     """Names, shapes and dtypes of the model's own files; `DataError` if one is not sound."""
     return [spec for file in _files(Path(model)) for spec in _header(file)]
+
+
+def held_model(model: str) -> Held:
+    """The model's own files, as version 0; `DataError` if one is not sound."""
+    tensors: dict[str, TensorSpec] = {}
+    file_of: dict[str, Path] = {}
+    for file in _files(Path(model)):
+        for spec in _header(file):
+            tensors[spec.name], file_of[spec.name] = spec, file
+    config = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    if config.get("tie_word_embeddings") and len(tensors) > 1:
+        tensors.pop("lm_head.weight", None)  # some list it beside the embedding that it is
+    nbytes = sum(spec.nbytes for spec in tensors.values())
+    return Held(0, Path(model), tensors, file_of, "", nbytes, borrowed=True)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -63,7 +63,8 @@ class Health:
     def missed(self, reason: str, now: float, *, refused: bool) -> None:
         """It did not answer; one that refuses connections has nobody behind its port."""
         if self.state is State.STARTING:
-            return  # its deadline is the caller's
+            self.reason = reason  # its deadline is the caller's
+            return
         self._misses += 1
         if refused or self._misses >= _MISSES:
             self.lost(reason, now)
@@ -79,7 +80,7 @@ class Health:
 
     def doubted(self, reason: str, now: float) -> None:
         """An update of its weights began or failed: nobody knows what it holds."""
-        if self.state is not State.LOST:
+        if self.state in (State.STALE, State.READY):
             self._become(State.STALE, reason, now)
 
     def confirmed(self, label: str, now: float) -> None:

@@ -71,11 +71,11 @@ class Http:
             async with asyncio.timeout(timeout_s):
                 async with self._opened().request(method, self.url + path, json=body) as reply:
                     text = await reply.text()
-        if reply.status >= 400:
-            raise RefusedError(path, reply.status, _message(text))
-        if not text or reply.content_type != "application/json":
-            return None
-        return json.loads(text)
+            if reply.status >= 400:
+                raise RefusedError(path, reply.status, _message(text))
+            if not text or reply.content_type != "application/json":
+                return None
+            return json.loads(text)
 
     async def stream(
         self, path: str, body: Mapping[str, Any]
@@ -97,8 +97,7 @@ class Http:
                         return
                     found = json.loads(event)
                     if "error" in found:
-                        code = int((found["error"] or {}).get("code") or 500)
-                        raise RefusedError(path, code, _message(event.decode()))
+                        raise RefusedError(path, _code(found["error"]), _message(event.decode()))
                     yield found
         raise UnreachableError(f"{self.url}{path} ended without an end")
 
@@ -125,11 +124,18 @@ def _crossing(url: str, path: str, timeout_s: float | None) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise UnreachableError(f"{url}{path} did not answer in {timeout_s} s") from error
+        limit = "in time" if timeout_s is None else f"in {timeout_s:g} s"
+        raise UnreachableError(f"{url}{path} did not answer {limit}") from error
     except aiohttp.ClientConnectorError as error:
         raise UnreachableError(f"{url} cannot be reached: {error}", refused=True) from error
     except (aiohttp.ClientError, ConnectionError, ValueError) as error:
         raise UnreachableError(f"{url}{path} broke off: {error!r}") from error
+
+
+def _code(error: object) -> int:
+    """Status of an error within a stream; 500 if it does not say."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else 500
 
 
 def _message(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from asyncflow_sglang import keeper
 from asyncflow_sglang.options import SGLangOptions
 
-__all__ = ["ServerProcess", "arguments", "environment", "free_port"]
+__all__ = ["ServerProcess", "arguments", "environment", "free_port", "port_is_free"]
 
 _LAST_LINES = 15
 
@@ -36,12 +37,19 @@ that others use meanwhile for its own, so the fraction is large and the cache is
 CPU_ENV: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def arguments(options: SGLangOptions, port: int) -> list[str]:
-    """The command line of a server; the user's arguments win over ours."""
+def arguments(options: SGLangOptions, port: int, *, label: str = "default") -> list[str]:
+    """The command line of a server; the user's arguments win over ours.
+
+    Args:
+        options: of the rollout.
+        port: where it listens.
+        label: name of the weights it comes with.
+    """
     chosen: dict[str, Any] = {
         "model_path": options.model,
         "host": "127.0.0.1",
         "port": port,
+        "weight_version": label,
         "incremental_streaming_output": True,
     }
     if options.device == "cpu":
@@ -54,6 +62,8 @@ def arguments(options: SGLangOptions, port: int) -> list[str]:
             command.append(flag)
         elif isinstance(value, list | tuple):
             command += [flag, *map(str, value)]
+        elif isinstance(value, Mapping):
+            command += [flag, json.dumps(value)]
         elif value is not False and value is not None:
             command += [flag, str(value)]
     return command
@@ -70,11 +80,22 @@ def environment(options: SGLangOptions) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """One that was free a moment ago; who loses the race for it is started again."""
+    """One that was free a moment ago; who loses the race for it is started again on another."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def port_is_free(port: int) -> bool:
+    """Whether nobody has it now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers bind it
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class ServerProcess:

@@ -41,13 +41,15 @@ class SGLangOptions(BaseModel):
     """cpu adds the arguments and variables with which SGLang runs without a GPU."""
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
     """Passed untouched to the servers that are started, as flags of `sglang.launch_server`:
-    {tp_size: 2, disable_radix_cache: true} is --tp-size 2 --disable-radix-cache."""
+    {tp_size: 2, disable_radix_cache: true} is --tp-size 2 --disable-radix-cache. With `addresses`
+    only enable_deterministic_inference and skip_tokenizer_init, which say what these can do."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Further environment variables of started servers."""
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time a started server may take to answer."""
+    """Longest time a started server may take to answer, or one of `addresses`, or `router`."""
     restarts: int = Field(default=3, ge=0)
-    """How often each started server is started again after it died or hung."""
+    """How often each started server is started again after it died, hung, or could not be given
+    weights. One that ends before it ever answered is not: its log says why."""
     log_dir: Path | None = None
     """Where started servers' logs are kept; not set: with the rollout's own files, gone with it."""
 
@@ -92,7 +94,15 @@ class SGLangOptions(BaseModel):
     stall_s: float = Field(default=120.0, gt=0)
     """A server that has requests, is not paused and yields no token for so long is lost."""
     wait_s: float = Field(default=600.0, gt=0)
-    """Longest time requests wait while no server can take them."""
+    """Longest time requests wait while no server, or not the router, can take them."""
+
+
+_OURS = frozenset({"host", "model_path", "port", "weight_version"})
+"""Arguments of a started server that are no user's to set."""
+_OF_STARTED = frozenset({"servers", "python", "device", "env", "restarts", "log_dir"})
+"""Options that mean nothing where servers run already."""
+_TOLD = frozenset({"enable_deterministic_inference", "skip_tokenizer_init"})
+"""Arguments that say what a running server can do."""
 
 
 def check(options: SGLangOptions) -> Iterator[str]:
@@ -119,7 +129,10 @@ def _check_servers(options: SGLangOptions) -> Iterator[str]:
     if options.router and not options.addresses:
         yield "router needs addresses: the servers behind it, for pauses and weights"
     if options.addresses:
+        yield from _check_attached(options)
         return
+    if own := sorted(_OURS & options.engine_args.keys()):
+        yield f"engine_args sets {', '.join(own)}, which the rollout chooses itself; leave it out"
     if options.python:
         if not os.access(options.python, os.X_OK):
             yield f"python {options.python!r} is no program; give an interpreter with SGLang in it"
@@ -127,6 +140,19 @@ def _check_servers(options: SGLangOptions) -> Iterator[str]:
         yield (
             "SGLang is not installed here; set python to an interpreter of an environment that "
             "has it, or addresses to running servers"
+        )
+
+
+def _check_attached(options: SGLangOptions) -> Iterator[str]:
+    urls = [url.rstrip("/") for url in options.addresses]
+    if twice := sorted({url for url in urls if urls.count(url) > 1}):
+        yield f"addresses names {twice[0]!r} twice; allowed: each server once"
+    unused = sorted(_OF_STARTED & options.model_fields_set)
+    unused += [f"engine_args.{name}" for name in sorted(options.engine_args.keys() - _TOLD)]
+    if unused:
+        yield (
+            f"{', '.join(unused)} concern servers that are started, and addresses names running "
+            f"ones; start these so, and leave it out here"
         )
 
 

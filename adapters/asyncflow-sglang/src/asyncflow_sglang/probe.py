@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncflow_core.errors import EngineError
+from asyncflow_core.errors import EngineError, UnsupportedCapabilityError
 from asyncflow_sglang.files import Held
 from asyncflow_sglang.http import Http
 
@@ -49,7 +49,7 @@ async def check_definition(http: Http, prompt: list[int], *, timeout_s: float) -
 async def _likeliest(http: Http, prompt: list[int], temperature: float, timeout_s: float) -> float:
     sampling = {"temperature": temperature}
     reply = await _ask(http, prompt, sampling, timeout_s, top_logprobs_num=1)
-    return float(reply["meta_info"]["output_top_logprobs"][0][0][0])
+    return float(_logprobs(http, reply, "output_top_logprobs")[0][0][0])
 
 
 async def difference(
@@ -65,13 +65,27 @@ async def difference(
         timeout_s: of the server's answer.
     """
     reply = await _ask(http, prompt, {"temperature": 1.0}, timeout_s, logprob_start_len=0)
-    entries = reply["meta_info"]["input_token_logprobs"][1:]
+    entries = _logprobs(http, reply, "input_token_logprobs")[1:]
     theirs = np.array([entry[0] for entry in entries], np.float64)
+    if theirs.shape != ours.shape:
+        return f"log-probs of {len(theirs)} tokens came for {len(ours)}"
     gap = float(np.abs(theirs - ours).mean())
     limit = _TOLERANCE.get(dtype, _HALF_TOLERANCE)
     if gap <= limit:
         return ""
     return f"log-probs of the fixed prompt are {gap:.3g} off on average, allowed: {limit}"
+
+
+def _logprobs(http: Http, reply: Any, name: str) -> Any:
+    try:
+        found = reply["meta_info"][name]
+        float((found[1] if name.startswith("input") else found[0][0])[0])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"{http.url}/generate gives no {name} ({error!r}): {str(reply)[:300]}; is it SGLang?",
+            service=http.url,
+        ) from error
+    return found
 
 
 async def _ask(
@@ -89,11 +103,22 @@ async def _ask(
 
 
 def reference(held: Held, model: str, prompt: list[int]) -> NDArray[np.float64]:
-    """Log-probs of the prompt's tokens after the first, under held weights; [P - 1]. Blocking."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Log-probs of the prompt's tokens after the first, under held weights; [P - 1]. Blocking.
 
-    from asyncflow_sglang.tensors import tensor
+    Raises:
+        EngineError: transformers' model is not that of the weights.
+        UnsupportedCapabilityError: torch or transformers is not installed.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from asyncflow_sglang.tensors import tensor
+    except ImportError as error:
+        raise UnsupportedCapabilityError(
+            f"weights can be proven on this server by log-probs only, which need torch here "
+            f"({error}); try: pip install 'asyncflow-sglang[torch]', or set verify: off"
+        ) from error
 
     config = AutoConfig.from_pretrained(model)
     network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]

@@ -39,6 +39,7 @@ class Proof:
         self._vocab = vocab
         self._sums: dict[str, str] | None = None
         self._logprobs: dict[int, NDArray[Any]] = {}
+        self._computing = asyncio.Lock()
 
     def unknown(self, server: Mapping[str, Any]) -> str:
         """Why no checksum can prove it on a server, so that log-probs must; empty if one can.
@@ -50,7 +51,7 @@ class Proof:
             return ""
         if self._how == "logprobs":
             return "option verify"
-        return layout.known_reason(self._model, server, self.held)
+        return self._unknown_layout(server)
 
     def by(self, server: Mapping[str, Any]) -> str:
         """What proves it there: "checksum", "logprobs" or "off"."""
@@ -59,15 +60,29 @@ class Proof:
         return "logprobs" if self.unknown(server) else "checksum"
 
     async def prepare(self, server: Mapping[str, Any], input_tokens: int) -> None:
-        """Compute what a server will be held against; once for all servers alike."""
+        """Compute what a server will be held against; once for all servers alike.
+
+        Raises:
+            EngineError: `verify: checksum`, and the server's layout is not known; or transformers'
+                model is not that of the weights.
+            UnsupportedCapabilityError: log-probs must prove it, and torch is not installed.
+        """
         how = self.by(server)
-        if how == "checksum" and self._sums is None:
-            self._sums = await asyncio.to_thread(layout.expected, self.held)
-        prompt = probe.fixed_prompt(self._vocab, input_tokens)
-        if how == "logprobs" and len(prompt) not in self._logprobs:
-            self._logprobs[len(prompt)] = await asyncio.to_thread(
-                probe.reference, self.held, self._model, prompt
+        if how == "checksum" and (reason := self._unknown_layout(server)):
+            raise EngineError(
+                f"verify: checksum cannot prove weights on this server: {reason}; use verify: auto"
             )
+        prompt = probe.fixed_prompt(self._vocab, input_tokens)
+        async with self._computing:
+            if how == "checksum" and self._sums is None:
+                self._sums = await asyncio.to_thread(layout.expected, self.held)
+            if how == "logprobs" and len(prompt) not in self._logprobs:
+                self._logprobs[len(prompt)] = await asyncio.to_thread(
+                    probe.reference, self.held, self._model, prompt
+                )
+
+    def _unknown_layout(self, server: Mapping[str, Any]) -> str:
+        return layout.known_reason(self._model, server, self.held)
 
     async def by_checksum(
         self, http: Http, server: Mapping[str, Any], input_tokens: int, *, timeout_s: float

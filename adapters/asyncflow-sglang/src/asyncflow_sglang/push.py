@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +73,11 @@ class Pusher:
         """SGLang takes tensors only between these two calls."""
         try:
             await self._post("/begin_weight_update", {})
-        except RefusedError:  # one that an earlier failure left open
-            await self._post("/end_weight_update", {})
+        except RefusedError as error:  # one that an earlier failure left open
+            try:
+                await self._post("/end_weight_update", {})
+            except RefusedError:
+                raise error from None  # there was none
             await self._post("/begin_weight_update", {})
         yield
         await self._post("/end_weight_update", {})
@@ -138,7 +143,7 @@ class Pusher:
         }
         posted = asyncio.create_task(self._post("/init_weights_update_group", asked))
         try:
-            await asyncio.gather(posted, asyncio.to_thread(group.join))
+            await asyncio.gather(posted, _abandonable(group.join))
         except BaseException as error:
             posted.cancel()
             await asyncio.gather(posted, return_exceptions=True)
@@ -166,3 +171,29 @@ class Pusher:
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
         await self._http.post(path, body, timeout_s=self._options.update_timeout_s)
+
+
+async def _abandonable(wait: Callable[[], None]) -> None:
+    """A blocking wait of torch, which cannot be cut short: no exit of this process waits for it."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def tell(error: Exception | None) -> None:
+        if ended.done():
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    def work() -> None:
+        found: Exception | None = None
+        try:
+            wait()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            found = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            loop.call_soon_threadsafe(tell, found)
+
+    threading.Thread(target=work, name="sglang-join", daemon=True).start()
+    await ended

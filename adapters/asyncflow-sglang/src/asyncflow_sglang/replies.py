@@ -40,6 +40,20 @@ class Labels:
 
     tag: str
 
+    @property
+    def started(self) -> str:
+        """Of servers that this rollout started, before it gave them any weights."""
+        return f"started.{self.tag}"
+
+    @property
+    def loading(self) -> str:
+        """Of weights that are being replaced: nobody may take what is there for a version."""
+        return f"loading.{self.tag}"
+
+    def mine(self, label: str) -> bool:
+        """Whether this rollout gave it."""
+        return label.partition(".")[2] == self.tag
+
     def of(self, version: int) -> str:
         """The name under which a server is given a version."""
         return f"{version}.{self.tag}"
@@ -58,12 +72,16 @@ class Segment:
         ids, logprobs: of the tokens so far.
         spans: (label, count) runs over them; empty before the end.
         finish: None while it goes on.
+        broke: why it ended without a finish.
+        unreachable: whether that was since nobody listens there.
     """
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     finish: Finish | None = None
+    broke: str = ""
+    unreachable: bool = False
 
     def take(self, reply: Mapping[str, Any]) -> int:
         """Add a chunk; returns how many tokens were new.

@@ -110,11 +110,12 @@ class Requests:
                     self.last_token = now
                     if segment.finish is not None:
                         return
-        except UnreachableError:
-            return  # unfinished
+        except UnreachableError as error:
+            segment.broke, segment.unreachable = str(error), error.refused
         except RefusedError as error:
             if error.status < 500 and error.status != 429:
                 raise
+            segment.broke = str(error)
 
     def _certain(self, running: _Running) -> Segment:
         """The segment; of an unfinished one, the tokens made before any switch."""

@@ -12,12 +12,9 @@ from functools import partial
 
 from asyncflow_core.batch import Key
 from asyncflow_core.errors import (
-    AsyncFlowError,
     DataError,
     EngineError,
-    PeerLostError,
     ServiceClosedError,
-    ServiceTimeoutError,
     UnsupportedCapabilityError,
 )
 from asyncflow_core.parts import PartContext
@@ -31,12 +28,13 @@ from asyncflow_core.services.rollout import (
 )
 from asyncflow_core.services.weight_sync import WeightSource
 from asyncflow_sglang.directory import OwnDirectory, default_parent
-from asyncflow_sglang.http import Http, RefusedError, UnreachableError
-from asyncflow_sglang.launch import ServerProcess, arguments, environment, free_port
+from asyncflow_sglang.dispatch import Dispatch
+from asyncflow_sglang.http import Http
+from asyncflow_sglang.launch import ServerProcess, arguments, environment
 from asyncflow_sglang.options import SGLangOptions
 from asyncflow_sglang.plugin import capabilities
-from asyncflow_sglang.replies import Finish, Labels, Segment
-from asyncflow_sglang.routing import Placement, Routing
+from asyncflow_sglang.replies import Labels
+from asyncflow_sglang.router import wait_for_router
 from asyncflow_sglang.running import Requests
 from asyncflow_sglang.server import Server
 from asyncflow_sglang.trajectory import Limits, Trajectory, check_request, vocabulary
@@ -46,9 +44,7 @@ __all__ = ["SGLangRollout"]
 
 _log = logging.getLogger(__name__)
 _SAY_S = 30.0
-"""Time between two warnings about requests that no server takes."""
-_TRIES = 30
-"""Attempts at one request, one after another, that may yield nothing."""
+"""Time between two lines about servers that are waited for."""
 
 
 class SGLangRollout(Rollout):
@@ -81,11 +77,9 @@ class SGLangRollout(Rollout):
         self._router: Http | None = None
         self._watches: list[asyncio.Task[None]] = []
         self._limits = Limits(0, 0)
-        self._routing = Routing(options.slots, options.affinity_slack)
-        self._places: dict[Trajectory, asyncio.Future[str | None]] = {}
+        self._dispatch = Dispatch(self._name, options, self._labels, self._servers)
         self._live: dict[Trajectory, asyncio.Task[Completion]] = {}
         self._weights = Weights(self._name, options, self._servers)
-        self._kept = self._lost = 0
 
     # Life.
 
@@ -95,58 +89,81 @@ class SGLangRollout(Rollout):
         Returns when all of them can take requests, or carry weights of another run.
 
         Raises:
+            DataError: the model's files are not sound, or not of the run's tokenizer.
             EngineError: one cannot be used, or did not come up.
         """
         self._is_open = True
         vocab = vocabulary(self._options.model)
+        if strange := [end for end in self._ends if end >= vocab]:
+            raise DataError(
+                f"the run's tokenizer ends responses with token {strange[0]}, and model "
+                f"{self._options.model!r} has 0..{vocab - 1}; they do not belong together"
+            )
         parent = self._options.directory or self._run_dir or default_parent()
         self._own = await asyncio.to_thread(OwnDirectory, parent)
         await asyncio.to_thread(self._weights.open, self._own.path, vocab)
         key = os.environ.get(self._options.api_key_env, "") if self._options.api_key_env else ""
         self._add_servers(vocab, key)
         for server in self._servers.values():
-            await server.start()
-            self._watches.append(asyncio.create_task(server.watch(), name=f"{server.name} watch"))
+            await self._start(server)
+            watch = asyncio.create_task(server.watch(), name=f"{server.name} watch")
+            watch.add_done_callback(partial(_watch_ended, server))
+            self._watches.append(watch)
         await self._all_up()
-        tokens = min(server.facts.input_tokens for server in self._servers.values())
-        tokenizer = not any(s.facts.args.get("skip_tokenizer_init") for s in self._servers.values())
-        self._limits = Limits(vocab, tokens, tokenizer)
+        if self._router is not None:
+            limit = self._options.start_timeout_s
+            urls = [server.http.url for server in self._servers.values()]
+            await wait_for_router(self._router, urls, timeout_s=limit)
+        facts = [server.facts for server in self._servers.values() if server.facts is not None]
+        tokenizer = not any(found.args.get("skip_tokenizer_init") for found in facts)
+        self._limits = Limits(vocab, min(found.input_tokens for found in facts), tokenizer)
+
+    async def _start(self, server: Server) -> None:
+        try:
+            await server.start()
+        except OSError as error:
+            raise EngineError(
+                f"{server.name} cannot be started: {error}; log_dir is {self._options.log_dir}",
+                service=self._name,
+            ) from error
 
     def _add_servers(self, vocab: int, key: str) -> None:
         options = self._options
-        ports = [] if options.addresses else [free_port() for _ in range(options.servers)]
-        urls = options.addresses or [f"http://127.0.0.1:{port}" for port in ports]
+        # Those that are started get their address with their port, at each start.
+        urls = options.addresses or ["http://127.0.0.1"] * options.servers
         https = [Http(url, api_key=key) for url in urls]
         if options.router:
             self._router = Http(options.router, api_key=key)
             self._router.open()
         for number, http in enumerate(https):
             name = f"{self._name}/server-{number}"
-            self._routing.add(name)
+            self._dispatch.add(name)
             self._servers[name] = Server(
                 name,
                 http,
                 options=options,
                 labels=self._labels,
                 vocab=vocab,
-                process=partial(self._process, number, ports[number]) if ports else None,
+                process=None if options.addresses else partial(self._process, number),
                 requests=Requests(
                     self._router or http,
                     https if self._router else [http],
                     interval=options.stream_interval,
                 ),
                 wanted=lambda: self._weights.serving,
-                changed=self._server_changed,
+                changed=self._dispatch.changed,
             )
 
     def _process(self, number: int, port: int) -> ServerProcess:
         assert self._own is not None
         log = (self._options.log_dir or self._own.path) / f"{self._name}-server-{number}.log"
-        return ServerProcess(arguments(self._options, port), environment(self._options), log)
+        command = arguments(self._options, port, label=self._labels.started)
+        return ServerProcess(command, environment(self._options), log)
 
     async def _all_up(self) -> None:
         """Wait for every server's first readiness, or say why one does not come."""
-        deadline = time.monotonic() + self._options.start_timeout_s
+        said = time.monotonic()
+        deadline = said + self._options.start_timeout_s
         while waiting := [server for server in self._servers.values() if not server.known]:
             reasons = "; ".join(server.line for server in waiting)
             if any(server.gone for server in waiting) or time.monotonic() > deadline:
@@ -154,6 +171,9 @@ class SGLangRollout(Rollout):
             for server in waiting:
                 if server.fatal is not None:
                     raise server.fatal
+            if time.monotonic() - said > _SAY_S:
+                said = time.monotonic()
+                _log.warning("%s waits for %s", self._name, reasons)
             await asyncio.sleep(0.05)
 
     async def aclose(self) -> None:
@@ -163,7 +183,8 @@ class SGLangRollout(Rollout):
             task.cancel()
         await asyncio.gather(*self._watches, *self._live.values(), return_exceptions=True)
         self._watches.clear()
-        await asyncio.gather(*(server.aclose() for server in self._servers.values()))
+        closing = (server.aclose() for server in self._servers.values())
+        found = await asyncio.gather(*closing, return_exceptions=True)
         self._servers.clear()
         router, self._router = self._router, None
         if router is not None:
@@ -171,6 +192,9 @@ class SGLangRollout(Rollout):
         own, self._own = self._own, None
         if own is not None:
             await asyncio.to_thread(own.remove)
+        for error in found:
+            if error is not None:
+                raise error
 
     def _opened(self) -> None:
         if not self._is_open:
@@ -192,7 +216,7 @@ class SGLangRollout(Rollout):
         ended: asyncio.Queue[Trajectory] = asyncio.Queue()
         pending = [Trajectory(request, self._ends) for request in requests]
         for trajectory in pending:
-            task = asyncio.create_task(self._run(trajectory))
+            task = asyncio.create_task(self._dispatch.run(trajectory))
             self._live[trajectory] = task
             task.add_done_callback(lambda _, done=trajectory: ended.put_nowait(done))  # type: ignore[misc]
         try:
@@ -221,129 +245,6 @@ class SGLangRollout(Rollout):
                 service=self._name,
             )
 
-    async def _run(self, trajectory: Trajectory) -> Completion:
-        """From server to server until it ends."""
-        futile = 0
-        while not trajectory.aborted:
-            name = await self._place(trajectory)
-            if name is None:
-                break
-            try:
-                segment = await self._servers[name].serve(trajectory)
-            except RefusedError as error:
-                raise self._refused(trajectory, error, name) from error
-            finally:
-                self._deal(self._routing.done(trajectory))
-            self._take(trajectory, segment, self._servers.get(name))
-            finish = segment.finish
-            if finish is not None and finish.kind != "abort":
-                return self._completed(trajectory, finish.kind)
-            if not trajectory.left:  # it was cut at its very end
-                return self._completed(trajectory, "length")
-            futile = 0 if segment.ids else futile + 1
-            if finish is not None and finish.status:
-                self._ended_by_itself(trajectory, finish, name)
-            if futile > _TRIES:
-                raise EngineError(
-                    f"request {trajectory.request.key} got no token in {futile} attempts; the last "
-                    f"was on {self._servers[name].line if name in self._servers else name}",
-                    service=self._name,
-                )
-            if futile:
-                await asyncio.sleep(0.1 * futile)
-        return self._completed(trajectory, "abort")
-
-    def _completed(self, trajectory: Trajectory, reason: str) -> Completion:
-        self._kept += trajectory.kept
-        return trajectory.completion(reason)
-
-    def _take(self, trajectory: Trajectory, segment: Segment, server: Server | None) -> None:
-        """Add what a server made, if all of it came from weights of this rollout."""
-        runs = [(self._labels.version(label), count) for label, count in segment.spans]
-        known = [(version, count) for version, count in runs if version is not None]
-        if len(known) == len(runs):
-            trajectory.extend(segment.ids, segment.logprobs, known)
-            return
-        self._lost += len(segment.ids)
-        segment.finish = None
-        if server is not None:
-            server.foreign(segment.spans)
-
-    def _refused(self, trajectory: Trajectory, error: RefusedError, name: str) -> AsyncFlowError:
-        message = f"request {trajectory.request.key}: {name} refuses it: {error}"
-        if error.status == 400:
-            return DataError(message)
-        return EngineError(message, service=self._name)
-
-    def _ended_by_itself(self, trajectory: Trajectory, finish: Finish, name: str) -> None:
-        """The server ended it of its own accord: it is full, or out of memory, or will not."""
-        message = (
-            f"request {trajectory.request.key}: {name} ended it with status {finish.status}: "
-            f"{finish.message}"
-        )
-        if finish.status == 400:
-            raise DataError(message)
-        _log.warning("%s; it is tried again", message)
-
-    async def _place(self, trajectory: Trajectory) -> str | None:
-        """The server it goes to; None if it was aborted while it waited."""
-        future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._places[trajectory] = future
-        prefix = trajectory.request.prompt_ids.tobytes()
-        self._deal(self._routing.submit(trajectory, prefix))
-        start = said = time.monotonic()
-        try:
-            while not future.done():
-                await asyncio.wait({future}, timeout=1.0)
-                now = time.monotonic()
-                if future.done() or self._routing.any_open:
-                    start = now
-                    continue
-                self._check_hope(trajectory, now - start)
-                if now - said >= _SAY_S:
-                    said = now
-                    _log.warning("%s", self._waits_for(now - start))
-            return future.result()
-        except BaseException:
-            self._deal(self._routing.done(trajectory))
-            raise
-        finally:
-            del self._places[trajectory]
-
-    def _check_hope(self, trajectory: Trajectory, waited: float) -> None:
-        """Raise if no server will come, or none came for too long."""
-        if self._servers and all(server.gone for server in self._servers.values()):
-            raise PeerLostError(
-                f"{self._name} has no server left: {self._lines()}", service=self._name
-            )
-        if waited > self._options.wait_s:
-            raise ServiceTimeoutError(
-                f"request {trajectory.request.key}: {self._waits_for(waited)}; the limit is wait_s "
-                f"{self._options.wait_s:g}",
-                service=self._name,
-            )
-
-    def _waits_for(self, waited: float) -> str:
-        return (
-            f"{self._routing.waiting} requests of {self._name} wait since {waited:.0f} s for a "
-            f"server: {self._lines()}"
-        )
-
-    def _lines(self) -> str:
-        return "; ".join(server.line for server in self._servers.values())
-
-    def _deal(self, placements: Sequence[Placement]) -> None:
-        for trajectory, server in placements:
-            future = self._places.get(trajectory)  # type: ignore[call-overload]
-            if future is not None and not future.done():
-                future.set_result(server)
-
-    def _server_changed(self, server: Server) -> None:
-        if server.ready:
-            self._deal(self._routing.open(server.name))
-        else:
-            self._routing.close(server.name)
-
     async def abort(self, keys: Sequence[Key] | None = None) -> int:
         """End requests, running or waiting, with what they have."""
         self._opened()
@@ -355,34 +256,19 @@ class SGLangRollout(Rollout):
             and not trajectory.aborted
             and (wanted is None or trajectory.request.key in wanted)
         }
-        for trajectory in chosen:
-            trajectory.aborted = True
-            future = self._places.get(trajectory)
-            if future is not None and not future.done():
-                future.set_result(None)
-                self._deal(self._routing.done(trajectory))
+        self._dispatch.withdraw(chosen)
         await asyncio.gather(*(server.requests.end(chosen) for server in self._servers.values()))
         return len(chosen)
 
     async def pause(self) -> None:
         """Stop producing tokens at the next token boundary; everything is kept."""
         self._opened()
-        await self._each("pause", [server.pause() for server in self._servers.values()])
+        await asyncio.gather(*(server.pause() for server in self._servers.values()))
 
     async def resume(self) -> None:
         """Go on."""
         self._opened()
-        await self._each("resume", [server.resume() for server in self._servers.values()])
-
-    async def _each(self, what: str, calls: Sequence[object]) -> None:
-        found = await asyncio.gather(*calls, return_exceptions=True)  # type: ignore[call-overload]
-        for error in found:
-            if isinstance(error, RefusedError | UnreachableError):
-                raise EngineError(
-                    f"{self._name} cannot {what}: {error}", service=self._name
-                ) from error
-            if isinstance(error, BaseException):
-                raise error
+        await asyncio.gather(*(server.resume() for server in self._servers.values()))
 
     # Weights.
 
@@ -421,9 +307,15 @@ class SGLangRollout(Rollout):
         return RolloutStats(
             version=self._weights.version,
             running=sum(len(server.requests) for server in servers),
-            waiting=self._routing.waiting,
+            waiting=self._dispatch.waiting,
             tokens_generated=sum(server.requests.tokens for server in servers),
             busy_s=max((server.requests.busy_s for server in servers), default=0.0),
-            tokens_kept=self._kept,
-            tokens_lost=self._lost + sum(server.requests.lost for server in servers),
+            tokens_kept=self._dispatch.kept,
+            tokens_lost=self._dispatch.lost + sum(server.requests.lost for server in servers),
         )
+
+
+def _watch_ended(server: Server, watch: asyncio.Task[None]) -> None:
+    error = None if watch.cancelled() else watch.exception()
+    if error is not None:
+        server.give_up(error)

@@ -87,9 +87,13 @@ class BroadcastGroup:
         self._limit = timedelta(seconds=timeout_s)
         self._store: Any = None
         self._group: Any = None
+        self._closed = False
 
     def join(self) -> None:
         """Form the group, under the names by which SGLang's side looks for it.
+
+        After a `close` it waits on, so that a server that comes late is not left waiting, and
+        leaves at once.
 
         Raises:
             RuntimeError: the server did not come in time.
@@ -108,6 +112,8 @@ class BroadcastGroup:
             timeout=self._limit,
         )
         _c10d._world.pg_group_ranks[self._group] = {i: i for i in range(self._world_size)}
+        if self._closed:
+            self.close()
 
     def send(self, held: Held, part: Sequence[TensorSpec]) -> None:
         """Broadcast tensors one by one.
@@ -121,6 +127,7 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave; a broadcast under way fails."""
+        self._closed = True
         group, self._group = self._group, None
         if group is not None:
             _dist.destroy_process_group(group)

@@ -38,9 +38,15 @@ def vocabulary(model: str) -> int:
     """Size of the vocabulary, from the model's config.json.
 
     Raises:
-        DataError: it does not say.
+        DataError: it does not say, or is not there.
     """
-    config: Mapping[str, Any] = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    try:
+        config: Mapping[str, Any] = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"model {model!r} has no sound config.json ({error}); give the path of a Hugging Face "
+            f"model"
+        ) from error
     for part in (config, config.get("text_config") or {}):
         if isinstance(part.get("vocab_size"), int):
             return int(part["vocab_size"])

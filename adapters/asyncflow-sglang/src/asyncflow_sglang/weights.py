@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncflow_core.errors import AsyncFlowError, EngineError, ServiceClosedError, ServiceError
 from asyncflow_core.services.rollout import StagedWeights, SwitchMode
 from asyncflow_core.services.weight_sync import TensorSpec, WeightSource
-from asyncflow_sglang.files import Held, Writer, expected_tensors, link_files
+from asyncflow_sglang.files import Held, Writer, expected_tensors, held_model, link_files
 from asyncflow_sglang.http import RefusedError, UnreachableError
 from asyncflow_sglang.options import SGLangOptions
 from asyncflow_sglang.proof import Proof
@@ -31,17 +31,16 @@ class Weights:
     Concurrency: staging and committing wait for each other.
 
     Attributes:
-        serving: what every server is to hold; None for what they came with.
-        version: of that.
+        version: of what serves.
     """
 
     def __init__(self, name: str, options: SGLangOptions, servers: Mapping[str, Server]) -> None:
         """Keep the arguments; `servers` may grow and shrink."""
-        self.serving: Proof | None = None
         self.version = 0
         self._name = name
         self._options = options
         self._servers = servers
+        self._serving: Proof | None = None
         self._staged: Proof | None = None
         self._vocab = 0
         self._root: Path | None = None
@@ -56,6 +55,17 @@ class Weights:
         """
         self._root, self._vocab = root, vocab
         self._expected = expected_tensors(self._options.model)
+        self._serving = self._proof(held_model(self._options.model))
+
+    @property
+    def serving(self) -> Proof:
+        """What every server is to hold: before the first commit, the model's own weights."""
+        if self._serving is None:
+            raise ServiceClosedError(f"{self._name} is not open", service=self._name)
+        return self._serving
+
+    def _proof(self, held: Held) -> Proof:
+        return Proof(held, model=self._options.model, how=self._options.verify, vocab=self._vocab)
 
     async def stage(self, source: WeightSource) -> StagedWeights:
         """Take a version into files; see `Rollout.stage_weights`."""
@@ -71,12 +81,14 @@ class Weights:
                     f"{error}",
                     service=self._name,
                 ) from error
-            proof = Proof(
-                held, model=self._options.model, how=self._options.verify, vocab=self._vocab
-            )
-            for server in self._servers.values():
-                if server.greeted:
-                    await proof.prepare(server.facts.args, server.facts.input_tokens)
+            proof = self._proof(held)
+            try:
+                for server in self._servers.values():
+                    if server.facts is not None:
+                        await proof.prepare(server.facts.args, server.facts.input_tokens)
+            except BaseException:
+                await asyncio.to_thread(held.remove)
+                raise
             if self._staged is not None:
                 await asyncio.to_thread(self._staged.held.remove)
             self._staged = proof
@@ -115,24 +127,32 @@ class Weights:
                     f"{None if staged is None else staged.held.version}",
                     service=self._name,
                 )
-            before, self.serving = self.serving, staged
+            before, self._serving = self.serving, staged
             try:
                 await self._switch(staged, mode, idle)
             except BaseException:
-                self.serving = before
+                self._serving = before
+                for server in self._servers.values():  # one may hold the version already
+                    server.reconsider()
                 raise
             self._staged, self.version = None, version
-            if before is not None:
-                await asyncio.to_thread(before.held.remove)
+            await asyncio.to_thread(before.held.remove)
 
     async def _switch(
         self, proof: Proof, mode: SwitchMode, idle: Callable[[], Awaitable[None]]
     ) -> None:
         held = proof.held
         up = [server for server in self._servers.values() if server.usable]
-        found = await asyncio.gather(
-            *(server.switch(proof, mode, idle) for server in up), return_exceptions=True
-        )
+        for server in up:  # before anything else runs: what comes now is for the new weights
+            server.expect_switch()
+        try:
+            found = await asyncio.gather(
+                *(server.switch(proof, mode, idle) for server in up), return_exceptions=True
+            )
+        finally:
+            for server in up:
+                server.switching = False
+                server.reconsider()
         errors: list[BaseException] = []
         for server, error in zip(up, found, strict=True):
             if error is None:
@@ -154,7 +174,7 @@ class Weights:
     async def _some_up(self, held: Held) -> None:
         """No server was up: the first that comes is brought to the version by its watch."""
         deadline = time.monotonic() + self._options.update_timeout_s
-        while not any(server.ready for server in self._servers.values()):
+        while not any(server.holds(held.version) for server in self._servers.values()):
             gone = all(server.gone for server in self._servers.values())
             if gone or time.monotonic() > deadline:
                 lines = "; ".join(server.line for server in self._servers.values())

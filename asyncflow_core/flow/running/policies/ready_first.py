@@ -14,12 +14,13 @@ All three leave out what takes long: trained lengths are not those of the data.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from asyncflow_core.batch import GroupKey
 from asyncflow_core.errors import InvariantError, StalenessViolationError
+from asyncflow_core.flow.running.admission import Admission
 from asyncflow_core.flow.running.policies.sorted_rows import Sorted, staleness
 from asyncflow_core.services.data_store import Order, RowInfo
 
@@ -75,33 +76,12 @@ class ReadyFirst:
         return Sorted(train, drop=sorted(old), reason=TOO_STALE)
 
 
-class ReadyAdmission:
+class ReadyAdmission(Admission):
     """Which prompt groups may start: at version v, (v + 1 + max_staleness) steps' worth in all.
 
-    The batch of a group only says at which version it may start, as in `flow.admission`: b at
-    version >= b - max_staleness. A group that was dropped is replaced at once, at the version now.
+    The batch of a group only says at which version it may start, as in `Admission`: b at version
+    >= b - max_staleness. A group that was dropped is replaced at once, at the version now.
     """
-
-    def __init__(
-        self, *, groups_per_step: int, steps: int, max_staleness: int, version: int = 0
-    ) -> None:
-        """As `flow.admission.Admission`."""
-        self._groups_per_step = groups_per_step
-        self._steps = steps
-        self._max_staleness = max_staleness
-        self._version = version
-        self._admitted = version * groups_per_step
-        self._replacements: deque[int] = deque()
-
-    def advance(self, version: int) -> None:
-        """A step completed; `version` grows by one.
-
-        Raises:
-            InvariantError: any other value.
-        """
-        if version != self._version + 1:
-            raise InvariantError(f"version goes from {self._version} to {version}, not one further")
-        self._version = version
 
     def replace(self, batch: int) -> None:
         """A whole group was dropped: another one starts in its place.
@@ -109,19 +89,8 @@ class ReadyAdmission:
         Raises:
             InvariantError: a group of that batch was never admitted.
         """
-        if not 0 <= batch * self._groups_per_step < self._admitted:
+        if not 0 <= batch <= self._newest():
             raise InvariantError(
                 f"a group of batch {batch} was dropped, but {self._admitted} groups were admitted"
             )
         self._replacements.append(self._version)
-
-    def next(self) -> int | None:
-        """The batch that the next prompt group goes to; None while none may start."""
-        if self._replacements:
-            return self._replacements.popleft()
-        last = min(self._steps - 1, self._version + self._max_staleness)
-        batch = self._admitted // self._groups_per_step
-        if batch > last:
-            return None
-        self._admitted += 1
-        return batch

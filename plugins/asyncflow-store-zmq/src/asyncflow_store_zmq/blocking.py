@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from asyncflow_core.batch import Batch, BatchRef, GroupKey, Key
-from asyncflow_core.errors import AsyncFlowError, ServiceClosedError
+from asyncflow_core.errors import PeerLostError, ServiceClosedError
 from asyncflow_core.services.data_store import (
     CommitResult,
     Lease,
@@ -16,18 +18,23 @@ from asyncflow_core.services.data_store import (
     StoreStats,
     TaskSpec,
 )
-from asyncflow_core.wire import BlockingClient, KeyPair
-from asyncflow_store_zmq.lane import lane_of
-from asyncflow_store_zmq.lane_client import LaneClient
-from asyncflow_store_zmq.memory import Call, Steps
-from asyncflow_store_zmq.reader import Reader
+from asyncflow_core.wire import KeyPair
+from asyncflow_store_zmq.connection import (
+    AGAIN_S,
+    BlockingConnection,
+    Kept,
+    came_too_late,
+    not_awaited,
+)
+from asyncflow_store_zmq.memory import Steps, StreamSteps
+from asyncflow_store_zmq.reader import HandoutStream
 from asyncflow_store_zmq.session import Session
-from asyncflow_store_zmq.writer import Writer
+from asyncflow_store_zmq.streams import Reader, Writer
+from asyncflow_store_zmq.writer import PutStream
 
 __all__ = ["BlockingStore"]
 
-_TIMEOUT_S = 60.0
-_FOREVER_S = 1e9
+_log = logging.getLogger(__name__)
 
 
 class BlockingStore:
@@ -37,57 +44,47 @@ class BlockingStore:
     """
 
     def __init__(
-        self, address: str, *, token: str, name: str = "", keys: KeyPair | None = None
+        self,
+        address: str,
+        *,
+        token: str,
+        name: str = "",
+        keys: KeyPair | None = None,
+        reconnect_s: float = 0.0,
     ) -> None:
-        """Where a store answers, its secret, and keys if the address has one; `open` connects."""
+        """Where a store answers; `open` connects.
+
+        Args:
+            address: of the controller.
+            token: the store's secret.
+            name: of this client in the run.
+            keys: if the address has a key.
+            reconnect_s: how long to wait for a store that died and is started again; 0 does not.
+        """
         self._address = address
         self._token = token
         self._keys = keys
         self._name = name or f"client-{secrets.token_hex(4)}"
-        self._clients: list[BlockingClient | LaneClient] = []
-        self._session: Session | None = None
+        self._reconnect_s = reconnect_s
+        self._connection: BlockingConnection | None = None
+        self._kept: list[Kept] = []
 
     def open(self) -> None:
         """Connect."""
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
+        connection = self._new_connection()
+        connection.open()
+        self._connection = connection
 
-    def _open(self) -> None:
-        session = Session(self._address)
-        self._clients.append(self._connect(self._address))
-        self._session = session
-        self._run(session.hello())
-        if not session.local:
-            self._connect_shards()
-
-    def _connect_shards(self) -> None:
-        """Those not yet connected; the controller stays last."""
-        for address in self._opened.shard_addresses[len(self._clients) - 1 :]:
-            self._clients.insert(-1, self._connect(address))
-
-    def _connect(self, address: str) -> BlockingClient | LaneClient:
-        lane = lane_of(address)
-        client: BlockingClient | LaneClient
-        if lane is not None and lane.exists():
-            client = LaneClient(lane, name=self._name, token=self._token)
-        else:
-            client = BlockingClient(
-                address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
-            )
-        client.open()
-        return client
+    def _new_connection(self) -> BlockingConnection:
+        return BlockingConnection(
+            self._address, name=self._name, token=self._token, keys=self._keys
+        )
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        session, self._session = self._session, None
-        for client in self._clients:
-            client.close()
-        self._clients.clear()
-        if session is not None:
-            session.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def __enter__(self) -> Self:
         """Open."""
@@ -103,47 +100,68 @@ class BlockingStore:
         """Close."""
         self.close()
 
-    def _run(self, steps: Steps) -> Any:
-        """Make the calls a session asks for."""
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    result = self._wait(self._send(call), call)
-                except AsyncFlowError as error:
-                    call = steps.throw(error)
-                else:
-                    call = steps.send(result)
-        except StopIteration as stop:
-            return stop.value
+    def _run(self, begin: Callable[[Session], Steps]) -> Any:
+        """Do a session's steps; all of them again where the store died meanwhile and came back.
 
-    def _send(self, call: Call) -> int:
-        if call.shard >= len(self._clients) - 1:  # added meanwhile
-            self._run(self._opened.find_shards())
-            self._connect_shards()
-        client = self._clients[call.shard]
-        return client.send(call.method, {"m": call.arguments}, timeout_s=_deadline_s(call))
+        That is safe: a put is known by its keys, and leases of an earlier life are lost.
+        """
+        while True:
+            connection = self._opened
+            try:
+                return connection.run(begin(connection.session))
+            except PeerLostError as error:
+                self._come_back(connection, error)
 
-    def _wait(self, number: int, call: Call) -> Any:
-        client = self._clients[call.shard]
-        return client.wait(number, timeout_s=_deadline_s(call) + 1.0)
+    def _come_back(self, old: BlockingConnection, lost: PeerLostError) -> None:
+        """Wait until a store that died is there again, with all registrations.
+
+        Raises:
+            PeerLostError: it is not started again, or not in time.
+        """
+        if not self._reconnect_s:
+            raise not_awaited(lost) from lost
+        _log.warning("%s: %s; waiting for it to be started again", self._name, lost)
+        deadline = time.monotonic() + self._reconnect_s
+        while True:
+            connection = self._new_connection()
+            try:
+                connection.open()
+                for kept in self._kept:
+                    kept.handle = connection.run(connection.session.register(kept.task))
+            except PeerLostError as error:
+                connection.close()
+                if time.monotonic() >= deadline:
+                    raise came_too_late(lost, self._reconnect_s) from error
+                time.sleep(AGAIN_S)
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                old.close()
+                self._connection = connection
+                return
 
     @property
-    def _opened(self) -> Session:
-        if self._session is None:
+    def _opened(self) -> BlockingConnection:
+        if self._connection is None:
             raise ServiceClosedError(
                 "the data store is not open; use it between open() and close()"
             )
-        return self._session
+        return self._connection
 
     def register(self, task: TaskSpec) -> str:
         """Announce a task; the result is for `end`."""
-        handle: str = self._run(self._opened.register(task))
-        return handle
+        kept = Kept(task, self._run(lambda session: session.register(task)))
+        self._kept.append(kept)
+        return kept.handle
 
     def end(self, handle: str) -> None:
-        """End a registration."""
-        self._wait(self._send(call := Call("store.end", [handle])), call)
+        """End a registration, by what `register` gave."""
+        kept = next((kept for kept in self._kept if handle in (kept.handle, kept.first)), None)
+        if kept is not None:
+            self._kept.remove(kept)
+            handle = kept.handle
+        self._run(lambda session: session.end(handle))
 
     def put(
         self,
@@ -157,10 +175,15 @@ class BlockingStore:
         wait_s: float | None = None,
     ) -> PutResult:
         """See `DataStore.put`."""
-        result: PutResult = self._run(
-            self._opened.put(groups, keys, samples, batch, partition, row_bytes, wait_s)
-        )
-        return result
+        tries = 0
+
+        def begin(session: Session) -> Steps:
+            nonlocal tries
+            tries += 1
+            return session.put(groups, keys, samples, batch, partition, row_bytes, wait_s)
+
+        result: PutResult = self._run(begin)
+        return result if tries == 1 else PutResult(result.stored + result.known, 0)
 
     def lease(
         self,
@@ -176,7 +199,7 @@ class BlockingStore:
     ) -> Lease | None:
         """See `DataStore.lease`."""
         lease: Lease | None = self._run(
-            self._opened.lease(
+            lambda session: session.lease(
                 task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s
             )
         )
@@ -184,63 +207,75 @@ class BlockingStore:
 
     def read(self, ref: BatchRef, columns: Sequence[str]) -> Batch:
         """See `DataStore.read`."""
-        batch: Batch = self._run(self._opened.read(ref, columns))
+        batch: Batch = self._run(lambda session: session.read(ref, columns))
         return batch
 
     def renew(self, leases: Sequence[int], *, lease_s: float) -> tuple[int, ...]:
         """See `DataStore.renew`."""
-        lost: tuple[int, ...] = self._run(self._opened.renew(leases, lease_s))
+        lost: tuple[int, ...] = self._run(lambda session: session.renew(leases, lease_s))
         return lost
 
     def commit(
         self, ref: BatchRef, *, writes: Batch | None = None, version: int | None = None
     ) -> CommitResult:
         """See `DataStore.commit`."""
-        result: CommitResult = self._run(self._opened.commit(ref, writes, version))
+        result: CommitResult = self._run(lambda session: session.commit(ref, writes, version))
         return result
 
     def release(self, ref: BatchRef) -> None:
         """See `DataStore.release`."""
-        self._run(self._opened.release(ref))
+        self._run(lambda session: session.release(ref))
+
+    def evict(self, requester: str) -> int:
+        """See `SupportsEviction.evict`."""
+        count: int = self._run(lambda session: session.evict(requester))
+        return count
 
     def drop(self, keys: Sequence[Key], *, reason: str) -> int:
         """See `DataStore.drop`."""
-        count: int = self._run(self._opened.drop(keys, reason))
+        count: int = self._run(lambda session: session.drop(keys, reason))
         return count
 
     def notify_weights(self, version: int, note: Any = None) -> None:
         """Announce that weights of a version are there; `note` says where, in plain values."""
-        self._run(self._opened.notify(version, note))
+        self._run(lambda session: session.notify(version, note))
 
     def wait_weights(self, *, after: int, wait_s: float = 60.0) -> tuple[int, Any] | None:
         """The newest announced version above `after`, and its note; None after `wait_s`."""
-        found: tuple[int, Any] | None = self._run(self._opened.weights(after, wait_s))
+        found: tuple[int, Any] | None = self._run(lambda session: session.weights(after, wait_s))
         return found
 
     def checkpoint(self, version: int) -> None:
         """See `SupportsDurability.checkpoint`."""
-        self._run(self._opened.checkpoint(version))
+        self._run(lambda session: session.checkpoint(version))
 
     def restore(self, version: int) -> int:
         """See `SupportsDurability.restore`."""
-        count: int = self._run(self._opened.restore(version))
+        count: int = self._run(lambda session: session.restore(version))
         return count
 
     def stats(self, *, drops_after: int = 0, wait_s: float = 0.0) -> StoreStats:
         """See `DataStore.stats`."""
-        stats: StoreStats = self._run(self._opened.stats(drops_after, wait_s))
+        stats: StoreStats = self._run(lambda session: session.stats(drops_after, wait_s))
         return stats
 
     def writer(self, **how: Any) -> Writer:
-        """Stream puts; see `Writer`."""
-        return Writer(self._opened, self._send, self._wait, **how)
+        """Stream puts; takes the arguments of `PutStream`."""
+        stream = PutStream(self._opened.session, keeps=bool(self._reconnect_s), **how)
+        return Writer(stream, lambda begin: self._stream(stream, begin))
 
     def reader(self, task: str, columns: Sequence[str], *, requester: str, **how: Any) -> Reader:
-        """Stream micro-batches; see `Reader`."""
-        return Reader(
-            self._opened, self._run, self._send, self._wait, task, columns, requester, **how
-        )
+        """Stream micro-batches; takes the arguments of `HandoutStream`."""
+        stream = HandoutStream(self._opened.session, task, columns, requester, **how)
+        return Reader(stream, lambda begin: self._stream(stream, begin))
 
-
-def _deadline_s(call: Call) -> float:
-    return _FOREVER_S if call.wait_s is None else call.wait_s + _TIMEOUT_S
+    def _stream(self, stream: HandoutStream | PutStream, begin: Callable[[], StreamSteps]) -> Any:
+        """Do some steps of a stream, in whatever life the store is."""
+        while True:
+            connection = self._opened
+            try:
+                if stream.session is not connection.session:
+                    connection.run(stream.again(connection.session))
+                return connection.run(begin())
+            except PeerLostError as error:
+                self._come_back(connection, error)

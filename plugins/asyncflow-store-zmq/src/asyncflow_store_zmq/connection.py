@@ -1,26 +1,67 @@
-"""A client's connections to one life of a store, and the session that goes with them."""
+"""A client's connections to one life of a store, and the session that goes with them.
+
+A store that is started again knows nothing of an earlier session: its memory, its leases, its
+numbers of layouts. So both end together, and what a client keeps over all lives is here too.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
-from asyncflow_core.errors import AsyncFlowError
-from asyncflow_core.wire import Client, KeyPair
-from asyncflow_store_zmq.memory import Call, Steps
+from asyncflow_core.errors import AsyncFlowError, PeerLostError
+from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_core.wire import BlockingClient, Client, KeyPair
+from asyncflow_store_zmq.lane import lane_of
+from asyncflow_store_zmq.lane_client import LaneClient
+from asyncflow_store_zmq.memory import Await, Begin, Call, StreamSteps
 from asyncflow_store_zmq.session import Session
 
-__all__ = ["Connection"]
+__all__ = [
+    "AGAIN_S",
+    "BlockingConnection",
+    "Connection",
+    "Kept",
+    "came_too_late",
+    "not_awaited",
+]
 
+AGAIN_S = 0.1
+"""Between two tries to reach a store that is started again."""
 _TIMEOUT_S = 60.0
+_FOREVER_S = 1e9
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A registration, over all lives of the store: its handle in the first and in this one."""
+
+    task: TaskSpec
+    handle: str
+    first: str = ""
+
+    def __post_init__(self) -> None:
+        """Remember the first."""
+        self.first = self.handle
+
+
+def not_awaited(lost: PeerLostError) -> PeerLostError:
+    """The store is not started again."""
+    return PeerLostError(
+        f"{lost}; nobody waits for it to come back, and what a store without durability "
+        "held is gone with it",
+        service=lost.service,
+    )
+
+
+def came_too_late(lost: PeerLostError, wait_s: float) -> PeerLostError:
+    """It was not, in time."""
+    return PeerLostError(f"{lost}; it did not come back within {wait_s:g} s", service=lost.service)
 
 
 class Connection:
-    """Makes the calls that a session asks for.
-
-    A store that is started again knows nothing of an earlier session: its memory, its leases, its
-    numbers of layouts. So both end together.
-    """
+    """Makes the calls that a session asks for, on an event loop."""
 
     def __init__(self, address: str, *, name: str, token: str, keys: KeyPair | None) -> None:
         """Keep the arguments; `open` connects."""
@@ -58,19 +99,29 @@ class Connection:
         await client.open()
         return client
 
-    async def run(self, steps: Steps, returns: Any = Any) -> Any:
+    async def run(self, steps: StreamSteps, returns: Any = Any) -> Any:
         """Make the calls that steps ask for; their result."""
         try:
-            call = next(steps)
+            step = next(steps)
             while True:
                 try:
-                    result = await self.call(call, returns)
+                    result = await self._do(step, returns)
                 except (AsyncFlowError, asyncio.CancelledError) as error:
-                    call = steps.throw(error)
+                    step = steps.throw(error)
                 else:
-                    call = steps.send(result)
+                    step = steps.send(result)
         except StopIteration as stop:
             return stop.value
+
+    async def _do(self, step: Call | Begin | Await, returns: Any) -> Any:
+        if isinstance(step, Call):
+            return await self.call(step, returns)
+        if isinstance(step, Begin):
+            begun = asyncio.create_task(self.call(step.call._replace(wait_s=None)))
+            begun.add_done_callback(_see)
+            await asyncio.sleep(0)  # until it is on its way
+            return begun
+        return await asyncio.shield(step.handle)
 
     async def call(self, call: Call, returns: Any = Any) -> Any:
         """Make one."""
@@ -87,3 +138,97 @@ class Connection:
         for client in self._clients:
             await client.aclose()
         self.session.close()
+
+
+def _see(begun: asyncio.Task[Any]) -> None:
+    """Its error is its stream's, which may have gone into the next life of the store."""
+    if not begun.cancelled():
+        begun.exception()
+
+
+class BlockingConnection:
+    """Makes them without an event loop, on the controller's lane where there is one."""
+
+    def __init__(self, address: str, *, name: str, token: str, keys: KeyPair | None) -> None:
+        """Keep the arguments; `open` connects."""
+        self.session = Session(address)
+        self._address = address
+        self._name = name
+        self._token = token
+        self._keys = keys
+        self._clients: list[BlockingClient | LaneClient] = []  # the controller's last
+
+    def open(self) -> None:
+        """Connect; closed again if that fails.
+
+        Raises:
+            AsyncFlowError: as `Client.open`.
+        """
+        try:
+            self._clients.append(self._connect(self._address))
+            self.run(self.session.hello())
+            if not self.session.local:
+                self._connect_shards()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect_shards(self) -> None:
+        for address in self.session.shard_addresses[len(self._clients) - 1 :]:
+            self._clients.insert(-1, self._connect(address))
+
+    def _connect(self, address: str) -> BlockingClient | LaneClient:
+        lane = lane_of(address)
+        client: BlockingClient | LaneClient
+        if lane is not None and lane.exists():
+            client = LaneClient(lane, name=self._name, token=self._token)
+        else:
+            client = BlockingClient(
+                address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
+            )
+        client.open()
+        return client
+
+    def run(self, steps: StreamSteps) -> Any:
+        """Make the calls that steps ask for; their result."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    result = self._do(step)
+                except AsyncFlowError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(result)
+        except StopIteration as stop:
+            return stop.value
+
+    def _do(self, step: Call | Begin | Await) -> Any:
+        if isinstance(step, Call):
+            return self.wait(self.send(step, _deadline_s(step)), step)
+        if isinstance(step, Begin):
+            return self.send(step.call, _FOREVER_S)
+        return self.wait(step.handle, step.call)
+
+    def send(self, call: Call, timeout_s: float) -> int:
+        """Begin one."""
+        if call.shard >= len(self._clients) - 1:  # added meanwhile
+            self.run(self.session.find_shards())
+            self._connect_shards()
+        client = self._clients[call.shard]
+        return client.send(call.method, {"m": call.arguments}, timeout_s=timeout_s)
+
+    def wait(self, number: int, call: Call) -> Any:
+        """Its result."""
+        return self._clients[call.shard].wait(number, timeout_s=_deadline_s(call) + 1.0)
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+        self.session.close()
+
+
+def _deadline_s(call: Call) -> float:
+    return _FOREVER_S if call.wait_s is None else call.wait_s + _TIMEOUT_S

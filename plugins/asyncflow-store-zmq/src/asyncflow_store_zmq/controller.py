@@ -10,8 +10,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,12 @@ from asyncflow_core.wire import Client, Method, Peer, Server
 from asyncflow_store_zmq.arena import Arena
 from asyncflow_store_zmq.calls import check_call
 from asyncflow_store_zmq.durable import Durable, first_lease
-from asyncflow_store_zmq.incoming import Incoming, facts_of
+from asyncflow_store_zmq.extents import Segment
+from asyncflow_store_zmq.handouts import Handouts, Later
+from asyncflow_store_zmq.incoming import Incoming
 from asyncflow_store_zmq.lane import lane_of
 from asyncflow_store_zmq.lane_server import LaneServer
+from asyncflow_store_zmq.packed import facts_of, keys_of, load_rows
 from asyncflow_store_zmq.payload import Written
 from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.shard import message
@@ -44,9 +46,9 @@ _TICK_S = 1.0
 _SHARD_S = 30.0
 _AGAIN_S = 0.1
 _METHODS = (
-    "hello", "register", "end", "put", "lend", "lease", "find", "commit", "turn", "renew",
-    "release", "evict", "drop", "stats", "layout", "memory", "checkpoint", "restore", "hurry",
-    "add_shard", "notify", "weights",
+    "hello", "register", "end", "put", "lend", "lease", "find", "missing", "commit", "turn",
+    "renew", "release", "evict", "drop", "stats", "layout", "memory", "checkpoint", "restore",
+    "hurry", "add_shard", "notify", "weights",
 )  # fmt: skip
 
 
@@ -73,12 +75,13 @@ class Controller:
             first_lease=first_lease(spec),
             policies=_policies(spec.lease_policies),
         )
-        self._ready: dict[str, Pulse] = defaultdict(Pulse)
+        self._handouts = Handouts(
+            self._try_lease, self._table.ledger.ready_rows, lambda: self._follow()
+        )
         self._room, self._drops, self._announced = Pulse(), Pulse(), Pulse()
         self._weights: list[Any] = [-1, None]  # the newest version that was announced
         self._turn = asyncio.Lock()  # producers wait in line; the first one waits for room
         self._waiting_puts = 0
-        self._hurries: Counter[tuple[Peer, str, str]] = Counter()
         self._registrations: dict[str, tuple[TaskSpec, Peer]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -158,7 +161,7 @@ class Controller:
     def expose(self, server: Server) -> None:
         """Offer the methods."""
         methods = {
-            name: Method(function, message, takes_peer=True, inline=True)
+            name: Method(_in_a_task(function), message, takes_peer=True, inline=True)
             for name, function in self._answers.items()
         }
         server.expose("store", methods, interface="ZmqDataStore", api_version=1)
@@ -208,11 +211,11 @@ class Controller:
     def put(self, m: list[Any], peer: Peer) -> Any:
         """[written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory]."""
         written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory = m
-        names = tuple(self._table.payload.layout_of(written[5]).positions)
+        names = self._table.payload.layout_of(written[5]).names
         put = self._table.begin_put(
             peer,
             Written(*written),
-            keys,
+            keys_of(keys, 3),
             Admission(names, samples, batch, partition, row_bytes),
             facts_of(tokens),
             facts_of(oldest),
@@ -265,10 +268,13 @@ class Controller:
 
     def lease(self, m: list[Any], peer: Peer) -> Any:
         """[task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s]."""
+        return self._hand_out(m, peer, lambda found: found)
+
+    def _hand_out(self, m: list[Any], peer: Peer, shape: Callable[[Any], Any]) -> Any:
         found = self._try_lease(m)
         if found is not None or m[7] <= 0:
-            return found
-        return self._wait_lease(m, peer)
+            return shape(found)
+        return self._handouts.wait(m, peer, shape)
 
     def _try_lease(self, m: list[Any]) -> list[Any] | None:
         task, requester, version, limit_rows, limit_tokens, policy, lease_s, _ = m
@@ -285,33 +291,24 @@ class Controller:
         )
         return None if handout is None else [*handout, now + lease_s]
 
-    def _wait_lease(self, m: list[Any], peer: Peer) -> Coroutine[Any, Any, list[Any] | None]:
-        # Counted here and not in the coroutine, which begins later: a hurry may come before.
-        self._ready.setdefault(m[0], Pulse())
-        return self._waited_lease(m, peer, self._hurries[peer, m[0], m[1]])
-
-    async def _waited_lease(self, m: list[Any], peer: Peer, hurries: int) -> list[Any] | None:
-        deadline = asyncio.get_running_loop().time() + m[7]
-        while peer.alive and self._hurries[peer, m[0], m[1]] == hurries:
-            found = self._try_lease(m)  # also at first: rows may have come before this task ran
-            self._follow()
-            if found is not None:
-                return found
-            if not await self._ready[m[0]].wait(deadline):
-                return self._try_lease(m)  # for a row that came together with the deadline
-        return None
-
     def hurry(self, m: list[Any], peer: Peer) -> None:
         """[task, requester]: its hand-outs that wait end, with nothing."""
-        if m[0] in self._ready:  # somebody waits, or did
-            self._hurries[peer, m[0], m[1]] += 1
-            self._ready[m[0]].fire()
+        self._handouts.hurry(peer, m[0], m[1])
 
     def find(self, m: list[Any], peer: Peer) -> list[Any]:
         """[lease, fence, rows, columns, extra]: where rows lie."""
         lease_id, fence, rows, columns, extra = m
-        ref = BatchRef(lease_id, fence, tuple(rows.tolist()))
+        ref = BatchRef(lease_id, fence, load_rows(rows))
         return list(self._table.find(self._clock(), ref, columns, extra))
+
+    def missing(self, m: list[Any], peer: Peer) -> int:
+        """[lease, fence, rows]: what its holder could not read is dropped, if it is not there."""
+        ref = BatchRef(m[0], m[1], load_rows(m[2]))
+        return self._table.drop_unwritten(self._clock(), ref, self._is_there)
+
+    def _is_there(self, segment: Segment) -> bool:
+        extent = segment.extent
+        return self._arenas[extent.shard].holds(segment.start, extent.slot, segment.generation)
 
     def commit(self, m: list[Any], peer: Peer) -> Any:
         """[lease, fence, rows, written, tokens, oldest, version, memory] -> counts and memory."""
@@ -319,7 +316,7 @@ class Controller:
         result = self._table.commit(
             self._clock(),
             peer,
-            BatchRef(lease_id, fence, tuple(rows.tolist())),
+            BatchRef(lease_id, fence, load_rows(rows)),
             None if written is None else Written(*written),
             () if tokens is None else facts_of(tokens),
             () if oldest is None else facts_of(oldest),
@@ -343,16 +340,7 @@ class Controller:
                 answers.append([error.code, str(error)])
         if lease is None:
             return [answers, None]
-        found = self._try_lease(lease)
-        if found is not None or lease[7] <= 0:
-            return [answers, found]
-
-        waiting = self._wait_lease(lease, peer)
-
-        async def wait() -> list[Any]:
-            return [answers, await waiting]
-
-        return wait()
+        return self._hand_out(lease, peer, lambda found: [answers, found])
 
     def renew(self, m: list[Any], peer: Peer) -> list[int]:
         """[leases, lease_s] -> lost ones."""
@@ -360,7 +348,7 @@ class Controller:
 
     def release(self, m: list[Any], peer: Peer) -> None:
         """[lease, fence, rows]."""
-        self._table.release(self._clock(), BatchRef(m[0], m[1], tuple(m[2].tolist())))
+        self._table.release(self._clock(), BatchRef(m[0], m[1], load_rows(m[2])))
 
     def evict(self, m: list[Any], peer: Peer) -> int:
         """[requester]."""
@@ -368,7 +356,9 @@ class Controller:
 
     def drop(self, m: list[Any], peer: Peer) -> int:
         """[keys, reason]."""
-        return self._table.drop(self._clock(), [Key(*key) for key in m[0].tolist()], m[1])
+        return self._table.drop(
+            self._clock(), [Key(*key) for key in keys_of(m[0], 4).tolist()], m[1]
+        )
 
     def stats(self, m: list[Any], peer: Peer) -> Any:
         """[drops_after, wait_s]."""
@@ -436,10 +426,8 @@ class Controller:
     def _follow(self) -> None:
         """Wake who can go on, set the timer, give memory back."""
         table = self._table
-        if table.ready:
-            for task in table.ready:
-                self._ready[task].fire()
-            table.ready.clear()
+        while table.ready:
+            self._handouts.serve(table.ready.pop())
         if table.room:
             table.room = False
             self._room.fire()
@@ -479,10 +467,18 @@ class Controller:
             for holder in self._table.pool.holders():
                 if isinstance(holder, Peer) and not holder.alive:
                     self._table.pool.seal_all(holder)
-            for who in [who for who in self._hurries if not who[0].alive]:
-                del self._hurries[who]
             self._table.pool.sweep(self._clock())
             self._follow()
+
+
+def _in_a_task(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For core's server, in which what waits is a coroutine."""
+
+    def call(m: list[Any], peer: Peer) -> Any:
+        value = function(m, peer)
+        return value.wait() if isinstance(value, Later) else value
+
+    return call
 
 
 def _policies(names: Sequence[str]) -> dict[str, LeasePolicy]:

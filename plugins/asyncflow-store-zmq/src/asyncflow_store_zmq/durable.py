@@ -19,6 +19,7 @@ from typing import Any
 from asyncflow_core.errors import DataError, ServiceError
 from asyncflow_store_zmq import snapshot
 from asyncflow_store_zmq.arena import Arena
+from asyncflow_store_zmq.handouts import Later
 from asyncflow_store_zmq.history import Replay
 from asyncflow_store_zmq.journal import Journal
 from asyncflow_store_zmq.spec import StoreSpec
@@ -160,12 +161,14 @@ class Durable:
         if self._failed is not None:
             if inspect.iscoroutine(value):
                 value.close()
+            elif isinstance(value, Later):
+                value.cancel()
             raise self._failed
         if not self._fsync:
             if self._journal.nbytes > _SHORTEN_BYTES:
                 self.shorten()
             return value
-        if inspect.iscoroutine(value):
+        if isinstance(value, Later) or inspect.iscoroutine(value):
             return self._answer_later(value)
         if self._waiting:
             return self._answer_synced(value)

@@ -52,10 +52,16 @@ class Experiences:
         name: str = "",
         source: int = 0,
         keys: str | PathLike[str] | None = None,
+        reconnect_s: float = 0.0,
     ) -> None:
-        """Where a store answers, its secret, and a key file if the address has a key."""
+        """Where a store answers, its secret, and a key file if the address has a key.
+
+        `reconnect_s` is how long a call waits for a store that died and is started again.
+        """
         pair = None if keys is None else KeyPair.load(keys)
-        self.store = BlockingStore(address, token=token, name=name, keys=pair)
+        self.store = BlockingStore(
+            address, token=token, name=name, keys=pair, reconnect_s=reconnect_s
+        )
         self._keys = _Sequence(source)
 
     def __enter__(self) -> Self:
@@ -117,10 +123,14 @@ class AsyncExperiences:
         name: str = "",
         source: int = 0,
         keys: str | PathLike[str] | None = None,
+        reconnect_s: float = 0.0,
     ) -> None:
-        """Where a store answers, its secret, and a key file if the address has a key."""
+        """Where a store answers, its secret, and a key file if the address has a key.
+
+        `reconnect_s` is how long a call waits for a store that died and is started again.
+        """
         path = None if keys is None else fspath(keys)
-        options = ZmqOptions(connect=address, token=token, keys=path)
+        options = ZmqOptions(connect=address, token=token, keys=path, reconnect_s=reconnect_s)
         self.store = ZmqDataStore(options, name=name)
         self._keys = _Sequence(source)
         self._registrations: list[Registration] = []

@@ -14,7 +14,7 @@ from asyncflow_core.batch import GroupKey
 from asyncflow_core.ledger import Admission, runs_of
 from asyncflow_store_zmq.extents import Segment
 
-__all__ = ["Incoming", "facts_of", "key_runs", "stretches"]
+__all__ = ["Incoming", "key_runs", "stretches"]
 
 _NEXT = (0, 0, 1)
 
@@ -39,11 +39,6 @@ class Incoming:
     segment: Segment
     left: deque[tuple[int, GroupKey, int]] = field(default_factory=deque)
     stored: int = 0
-
-
-def facts_of(values: NDArray[np.int32]) -> array[int]:
-    """Tokens or versions of rows as the ledger takes them, int32 [rows]."""
-    return array("i", values.tobytes())
 
 
 def key_runs(keys: NDArray[np.int64]) -> Iterator[tuple[int, GroupKey, int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import select
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +25,10 @@ from asyncflow_store_zmq.lane import CHUNK, MAX_PARTS, Inbox, framed
 
 __all__ = ["LaneClient"]
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 30
 """With a store that does not let in, or takes nothing."""
+_TIMEVAL = struct.Struct("@ll")
+_LONGEST_S = 86400.0
 
 
 class LaneClient:
@@ -40,6 +44,7 @@ class LaneClient:
         self._inbox = Inbox(Limits())
         self._numbers = itertools.count(1)
         self._sock: socket.socket | None = None
+        self._poll = select.poll()
         self._waiting: set[int] = set()
         self._results: dict[int, Any] = {}
         self._lost = ""
@@ -55,6 +60,11 @@ class LaneClient:
         try:
             sock.settimeout(_PATIENCE_S)
             sock.connect(str(self._path))
+            # From here on the system keeps the time: Python's timeouts are two more system calls
+            # for each.
+            sock.settimeout(None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(_PATIENCE_S, 0))
+            self._poll.register(sock, select.POLLIN)
             self._send([WIRE_VERSION, self._token, self.name])
             message = self._next(time.monotonic() + _PATIENCE_S)
         except OSError as error:
@@ -132,11 +142,13 @@ class LaneClient:
         """The next message; None when none came by the deadline."""
         while (parts := self._inbox.take()) is None:
             sock = self._usable()
-            sock.settimeout(max(0.0, deadline - time.monotonic()))
+            left = min(max(0.0, deadline - time.monotonic()), _LONGEST_S)
+            if not self._poll.poll(left * 1e3):
+                if time.monotonic() < deadline:
+                    continue
+                return None
             try:
                 data = sock.recv(CHUNK)
-            except (TimeoutError, BlockingIOError):
-                return None
             except OSError as error:
                 self._lose(f"the store at {self._path} is gone: {error}")
             if not data:
@@ -149,10 +161,10 @@ class LaneClient:
 
     def _send(self, message: list[Any]) -> None:
         sock = self._usable()
-        parts = framed(self._encoder.encode(message))
+        # A note is its sender's; all else has the form of its call.
+        parts = framed(self._encoder.encode(message, known=message[1] != "notify"))
         if len(parts) > MAX_PARTS:
             parts = [b"".join(parts)]
-        sock.settimeout(_PATIENCE_S)
         try:
             sent = sock.sendmsg(parts)
             if sent < sum(map(len, parts)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import hmac
 import inspect
 import logging
@@ -23,6 +23,7 @@ from asyncflow_core.errors import (
     WireDecodeError,
 )
 from asyncflow_core.wire import WIRE_VERSION, Buffer, Encoder, Limits, Peer, decode
+from asyncflow_store_zmq.handouts import Later
 from asyncflow_store_zmq.lane import CHUNK, HELLO_LIMITS, MAX_PARTS, Inbox, framed
 
 __all__ = ["LaneServer"]
@@ -128,6 +129,7 @@ class _Connection:
         self._answers: list[Buffer] | None = None  # while messages are taken, to leave together
         self._peer: Peer | None = None
         self.tasks: set[asyncio.Task[None]] = set()
+        self._laters: set[Later] = set()
         self._loop.add_reader(sock, self._readable)
 
     def close(self) -> None:
@@ -141,6 +143,8 @@ class _Connection:
             self._peer.alive = False
         for task in self.tasks:  # not before their first step, or what they hold is never let go
             self._loop.call_soon(task.cancel)
+        for later in self._laters:
+            later.cancel()
         self._ended(self)
 
     def _readable(self) -> None:
@@ -180,12 +184,16 @@ class _Connection:
             method = self._methods.get(name)
             if method is None:
                 raise ServiceError(f"no method {name!r} (there are: {sorted(self._methods)})")
-            if len(self.tasks) >= _MAX_CALLS:
+            if len(self.tasks) + len(self._laters) >= _MAX_CALLS:
                 raise BackpressureError(
                     f"client {self._peer.name!r} has {_MAX_CALLS} calls under way, no more are "
                     f"allowed"
                 )
             value = method(arguments, self._peer)
+            if isinstance(value, Later):
+                self._laters.add(value)
+                value.then(functools.partial(self._told, value, number, name))
+                return
             if not inspect.iscoroutine(value):
                 self._send([number, value])
                 return
@@ -228,6 +236,19 @@ class _Connection:
         except Exception as error:  # noqa: BLE001 - crosses to the caller
             self._send_error(number, name, error)
 
+    def _told(
+        self, later: Later, number: int, name: str, value: Any, error: Exception | None
+    ) -> None:
+        """An answer that was waited for."""
+        self._laters.discard(later)
+        if error is not None:
+            self._send_error(number, name, error)
+            return
+        try:
+            self._send([number, value])
+        except AsyncFlowError as failure:  # it cannot be sent
+            self._send_error(number, name, failure)
+
     def _send_error(self, number: int, name: str, error: Exception) -> None:
         if isinstance(error, AsyncFlowError):
             self._send([number, error.code, f"store.{name}: {error}"])
@@ -237,7 +258,8 @@ class _Connection:
         self._send([number, EngineError.code, text])
 
     def _send(self, message: list[Any]) -> None:
-        parts = framed(self._encoder.encode(message))
+        # Known: what clients chose came in a message that was as deep, and was let in.
+        parts = framed(self._encoder.encode(message, known=True))
         if self._answers is None:
             self._write(parts)
         else:
@@ -251,12 +273,13 @@ class _Connection:
             parts = [b"".join(parts)]
         sent = 0
         if not self._unsent:
-            with contextlib.suppress(BlockingIOError, InterruptedError):
-                try:
-                    sent = self._sock.sendmsg(parts)
-                except ConnectionError:
-                    self.close()
-                    return
+            try:
+                sent = self._sock.sendmsg(parts)
+            except (BlockingIOError, InterruptedError):
+                pass
+            except ConnectionError:
+                self.close()
+                return
             if sent == sum(map(len, parts)):
                 return
             self._loop.add_writer(self._sock, self._writable)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import msgpack
@@ -30,6 +31,9 @@ _ALIGN = 64
 _INT64 = np.dtype(np.int64)
 # Plain dtypes as numpy spells them: no objects, no records.
 _DTYPE = re.compile(r"[<>|][biufcSUmMV]\d{1,5}(\[\d{0,5}[a-zA-Z]{1,2}\])?")
+_STARTS = struct.Struct("<qq")
+_LARGE = 1 << 16
+"""Bytes of a segment that nobody should keep for one small column of it."""
 _MAX_AXES, _MAX_AXIS = 8, 1 << 40
 
 
@@ -40,13 +44,6 @@ class ColumnLayout(NamedTuple):
     kind: str
     dtype: str
     tail: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, column: Column) -> ColumnLayout:
-        """As this column is."""
-        if column.kind == "object":
-            return cls(name, "object", "|u1", ())
-        return cls(name, column.kind, column.array.dtype.str, column.array.shape[1:])
 
     def __str__(self) -> str:
         """As errors name it."""
@@ -60,12 +57,21 @@ class Layout:
     columns: tuple[ColumnLayout, ...]
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the columns."""
+        return tuple(column.name for column in self.columns)
+
+    @cached_property
     def positions(self) -> Mapping[str, int]:
         """Name to position."""
         return {column.name: position for position, column in enumerate(self.columns)}
 
     def dump(self) -> bytes:
         """As bytes; equal for equal layouts."""
+        return self._dumped
+
+    @cached_property
+    def _dumped(self) -> bytes:
         data: bytes = msgpack.packb(self.columns)
         return data
 
@@ -97,12 +103,26 @@ class Packed(NamedTuple):
 
     layout: Layout
     nbytes: int
-    parts: list[tuple[int, Bytes]]
+    parts: list[tuple[int, NDArray[Any]]]
 
     def write(self, target: Bytes) -> None:
-        """Copy everything; the only copy on the way in."""
-        for start, data in self.parts:
-            target[start : start + data.nbytes] = data
+        """Copy everything; the only copy on the way in, but of a few rows, which are put together.
+
+        There, what takes time is how often numpy is called.
+        """
+        if self.nbytes < _LARGE:
+            target[:] = np.frombuffer(b"".join(self._pieces()), np.uint8)
+            return
+        for start, array in self.parts:
+            target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+
+    def _pieces(self) -> Iterator[bytes]:
+        at = 0
+        for start, array in self.parts:
+            yield bytes(start - at)
+            yield array.tobytes()
+            at = start + array.nbytes
+        yield bytes(self.nbytes - at)
 
 
 def pack(batch: Batch) -> Packed:
@@ -111,36 +131,59 @@ def pack(batch: Batch) -> Packed:
     Raises:
         DataError: an object column holds what no message can hold.
     """
-    starts = np.zeros(2 * len(batch), np.int64)
-    parts: list[tuple[int, Bytes]] = [(0, starts.view(np.uint8))]
-    columns = []
-    end = starts.nbytes
+    starts = [0] * (2 * len(batch))
+    parts: list[tuple[int, NDArray[Any]]] = []
+    columns: list[tuple[Any, ...]] = []
+    end = 8 * len(starts)
     for number, (name, column) in enumerate(batch.items()):
-        columns.append(ColumnLayout.of(name, column))
         values, offsets = _arrays(name, column)
+        columns.append(_form(name, column))
         if offsets is not None:
             starts[2 * number + 1] = end
-            parts.append((end, offsets.view(np.uint8)))
+            parts.append((end, offsets))
             end += offsets.nbytes
         end = -(-end // _ALIGN) * _ALIGN
         starts[2 * number] = end
         if values.nbytes:
             parts.append((end, values))
         end += -(-values.nbytes // 8) * 8
-    return Packed(Layout(tuple(columns)), -(-end // _ALIGN) * _ALIGN, parts)
+    parts.insert(0, (0, np.array(starts, np.int64)))
+    return Packed(_layout(tuple(columns)), -(-end // _ALIGN) * _ALIGN, parts)
 
 
-def _arrays(name: str, column: Column) -> tuple[Bytes, NDArray[np.int64] | None]:
-    """Values as bytes, and offsets from 0."""
+def _form(name: str, column: Column) -> tuple[Any, ...]:
+    """What a `ColumnLayout` is made of."""
+    values = column.values
+    if isinstance(values, list):
+        return name, "object", "|u1", ()
+    kind = "dense" if column.offsets is None else "ragged"
+    return name, kind, values.dtype.str, values.shape[1:]
+
+
+@lru_cache(256)
+def _layout(columns: tuple[tuple[Any, ...], ...]) -> Layout:
+    """One object for equal ones: most batches have the columns of the last."""
+    return Layout(tuple([ColumnLayout(*column) for column in columns]))
+
+
+_dtype = lru_cache(256)(np.dtype)
+
+
+def _arrays(name: str, column: Column) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    """Values in one piece, and offsets from 0."""
     if isinstance(column.values, list):
         return _objects(name, column.values)
-    array = np.ascontiguousarray(column.values)
+    array = column.values
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
     if column.offsets is None:
-        return array.reshape(-1).view(np.uint8), None
-    offsets = np.ascontiguousarray(column.offsets, np.int64)
+        return array, None
+    offsets = column.offsets
+    if offsets.dtype != _INT64 or not offsets.flags.c_contiguous:
+        offsets = np.ascontiguousarray(offsets, np.int64)
     if offsets[0]:
         array, offsets = array[offsets[0] : offsets[-1]], offsets - offsets[0]
-    return array.reshape(-1).view(np.uint8), offsets
+    return array, offsets
 
 
 def _objects(name: str, entries: Sequence[Any]) -> tuple[Bytes, NDArray[np.int64]]:
@@ -190,7 +233,39 @@ def take(
     Raises:
         DataError: a segment has no such column.
     """
+    if len(pieces) == 1 and _is_whole(pieces[0], names):
+        return {name: finish(*part) for name, part in _parts(pieces[0], names, room)}
     return {name: finish(*join(pieces, name, room)) for name in names}
+
+
+def _is_whole(piece: Piece, names: Sequence[str]) -> bool:
+    return (
+        (piece.first, piece.last, piece.repeat) == (0, piece.rows, 1)
+        and piece.layout.positions.keys() == set(names)
+    )  # fmt: skip
+
+
+def _parts(
+    piece: Piece, names: Sequence[str], room: Callable[[int], Bytes]
+) -> Iterator[tuple[str, tuple[str, NDArray[Any], NDArray[np.int64] | None]]]:
+    """Columns of a whole segment, out of one copy of it."""
+    if len(piece.data) < _LARGE:
+        memory: Bytes = np.frombuffer(bytearray(piece.data), np.uint8)
+    else:
+        memory = room(len(piece.data))
+        memory[:] = piece.data
+    copied = Piece(memory, piece.layout, piece.rows, 0, piece.rows)
+    for name in names:
+        kind, values, offsets = _part(copied, name)
+        if offsets is not None and len(offsets) and offsets[0]:
+            offsets = offsets - offsets[0]
+        # Who keeps a small column keeps no large segment with it.
+        if len(memory) >= _LARGE and 4 * values.nbytes < len(memory):
+            values = values.copy()
+            offsets = None if offsets is None else offsets.copy()
+        elif not values.flags.aligned:
+            values = values.copy()
+        yield name, (kind, values, offsets)
 
 
 def join(
@@ -201,18 +276,7 @@ def join(
     parts: list[NDArray[np.int64]] = []
     kind = ""
     for piece in pieces:
-        position = piece.layout.positions.get(name)
-        if position is None:
-            raise DataError(f"a segment of {list(piece.layout.positions)} has no column {name!r}")
-        layout = piece.layout.columns[position]
-        kind = layout.kind
-        try:
-            values, offsets = _cut(piece, position, layout)
-        except (ValueError, OverflowError) as error:
-            raise DataError(
-                f"column {name!r} ({layout}) of a segment of {len(piece.data)} bytes and "
-                f"{piece.rows} rows cannot be read: {error}"
-            ) from error
+        kind, values, offsets = _part(piece, name)
         found.extend([values] * piece.repeat)
         if offsets is not None:
             parts.extend([offsets] * piece.repeat)
@@ -229,6 +293,24 @@ def join(
     offsets = np.zeros(sum(len(part) - 1 for part in parts) + 1, np.int64)
     np.cumsum(np.concatenate([np.diff(part) for part in parts]), out=offsets[1:])
     return kind, values, offsets
+
+
+def _part(
+    piece: Piece, name: str
+) -> tuple[str, NDArray[Any], NDArray[np.int64] | None]:  # fmt: skip
+    """Kind, values and offsets of a column of a piece; views."""
+    position = piece.layout.positions.get(name)
+    if position is None:
+        raise DataError(f"a segment of {list(piece.layout.positions)} has no column {name!r}")
+    layout = piece.layout.columns[position]
+    try:
+        values, offsets = _cut(piece, position, layout)
+    except (ValueError, OverflowError, struct.error) as error:
+        raise DataError(
+            f"column {name!r} ({layout}) of a segment of {len(piece.data)} bytes and "
+            f"{piece.rows} rows cannot be read: {error}"
+        ) from error
+    return layout.kind, values, offsets
 
 
 def finish(kind: str, values: NDArray[Any], offsets: NDArray[np.int64] | None) -> Column:
@@ -254,8 +336,8 @@ def _cut(
 ) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
     """The values of a piece's rows, and the offsets around them; views."""
     data, first, last = piece.data, piece.first, piece.last
-    values_at, offsets_at = np.frombuffer(data, _INT64, 2, 16 * position).tolist()
-    dtype = np.dtype(layout.dtype)
+    values_at, offsets_at = _STARTS.unpack_from(data.data, 16 * position)
+    dtype = _dtype(layout.dtype)
     width = 1
     for axis in layout.tail:
         width *= axis

@@ -23,7 +23,11 @@ from asyncflow_store_zmq.layout import Layout, Packed, Piece, finish, take
 from asyncflow_store_zmq.places import MAX_ENTRIES, entry_of
 from asyncflow_store_zmq.slabs import Slabs
 
+_RESERVED_BYTES = 1 << 16
+
 __all__ = [
+    "Await",
+    "Begin",
     "Call",
     "FrameMemory",
     "Lent",
@@ -31,6 +35,7 @@ __all__ = [
     "SharedMemory",
     "Space",
     "Steps",
+    "StreamSteps",
     "Wanted",
     "lost_rows",
     "pieces_of",
@@ -46,17 +51,39 @@ class Call(NamedTuple):
     shard: int = -1
 
 
+class Begin(NamedTuple):
+    """Send a call and go on; its handle is for `Await`. Nothing but its answer ends it."""
+
+    call: Call
+
+
+class Await(NamedTuple):
+    """Wait for a call that was begun."""
+
+    handle: Any
+    call: Call
+
+
 Steps = Generator[Call, Any, Any]
+StreamSteps = Generator[Call | Begin | Await, Any, Any]
+"""Steps of what has calls under way between two of them."""
 
 
 @dataclass(slots=True)
 class Lent:
-    """A borrowed extent; `writing` counts segments the controller has not been told of."""
+    """A borrowed extent.
+
+    Attributes:
+        position: where the next segment goes. end: of the extent.
+        reserved: up to where the pages are there.
+        writing: segments the controller has not been told of.
+    """
 
     shard: int
     slot: int
     position: int
     end: int
+    reserved: int
     writing: int = 0
 
 
@@ -130,7 +157,7 @@ class Space:
 
 def _lent(reply: Sequence[int]) -> Lent:
     shard, slot, nbytes = reply
-    return Lent(shard, slot, slot * UNIT, slot * UNIT + nbytes)
+    return Lent(shard, slot, slot * UNIT, slot * UNIT + nbytes, slot * UNIT)
 
 
 class Wanted(NamedTuple):
@@ -138,7 +165,7 @@ class Wanted(NamedTuple):
 
     rows: int
     sources: list[tuple[list[str], NDArray[np.int64]]]
-    segments: dict[int, list[int]]
+    segments: dict[int, tuple[int, ...]]
 
 
 class Memory(Protocol):
@@ -209,7 +236,11 @@ class SharedMemory:
     def write(self, lent: Lent, start: int, packed: Packed) -> Steps:
         """One copy, no message."""
         arena = self._arena(lent.shard)
-        arena.reserve(start, packed.nbytes)
+        end = start + packed.nbytes
+        if end > lent.reserved:  # for the next ones too: a call to the system takes its time
+            ahead = max(end, min(start + _RESERVED_BYTES, lent.end))
+            arena.reserve(start, ahead - start)
+            lent.reserved = ahead
         packed.write(arena.data[start : start + packed.nbytes])
         return
         yield  # a generator, as the other memory's

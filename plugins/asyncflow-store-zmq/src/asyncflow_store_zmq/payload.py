@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,10 +19,12 @@ from asyncflow_store_zmq.extents import Extent, ExtentPool, Segment
 from asyncflow_store_zmq.layout import ColumnLayout, Layout
 from asyncflow_store_zmq.places import ENTRY_BITS, HEAD, NOWHERE, place_of
 
-__all__ = ["FACTS", "Handout", "Payload", "Written"]
+__all__ = ["FACTS", "SEGMENT", "Handout", "Payload", "Written", "lines_of"]
 
 FACTS = 8
 """Lines of a hand-out's matrix before the places: row, key (4), batch, tokens, oldest version."""
+SEGMENT = struct.Struct("<8q")
+"""A segment of a hand-out."""
 _MAX_PLANS = 1024
 _MAX_LAYOUTS = 4096
 
@@ -48,19 +51,29 @@ class Handout(NamedTuple):
 
     Attributes:
         lease_id: of the lease.
-        rows: int64 [FACTS + sources, rows]; see `FACTS`; then the places of each source.
-        sources: for each of the last lines of `rows`, the columns of the store that lie there.
-        segments: int64 [segments, 8]: number, shard, slot, start, nbytes, rows, layout, generation.
+        lines: of `rows`, as bytes.
+        sources: for each of the last lines, the columns of the store that lie there.
+        segments: for each of them number, shard, slot, start, nbytes, rows, layout, generation.
         extra: columns among the sources that the task does not read: to check what it writes.
         whole: groups come only whole.
     """
 
     lease_id: int
-    rows: NDArray[np.int64]
+    lines: bytes
     sources: list[list[str]]
-    segments: NDArray[np.int64]
+    segments: bytes
     extra: list[str]
     whole: bool
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """int64 [FACTS + sources, rows]; see `FACTS`; then the places of each source."""
+        return lines_of(self.lines, self.sources)
+
+
+def lines_of(data: bytes, sources: Sequence[list[str]]) -> NDArray[np.int64]:
+    """`Handout.rows` of its lines."""
+    return np.frombuffer(data, np.int64).reshape(FACTS + len(sources), -1)
 
 
 class Payload:
@@ -78,6 +91,8 @@ class Payload:
         self._layouts: list[Layout] = []
         self._layout_numbers: dict[bytes, int] = {}
         self._columns: dict[str, ColumnLayout] = {}
+        self._agreed: set[int] = set()
+        self._known_sources: dict[tuple[Any, ...], dict[tuple[int, ...], list[str]]] = {}
         self._plans: list[_Plan] = []
         self._plan_of: dict[str, int] = {}  # by partition, until tasks change
 
@@ -107,6 +122,8 @@ class Payload:
 
     def agree(self, layout: Layout) -> None:
         """Fix the form of new columns; `DataError` when one differs from its earlier rows."""
+        if id(layout) in self._agreed:  # of one of `_layouts`, which stay
+            return
         for column in layout.columns:
             known = self._columns.setdefault(column.name, column)
             if known != column:
@@ -114,6 +131,7 @@ class Payload:
                     f"column {column.name!r} is {column}, but earlier rows are {known}; "
                     f"a column has one layout"
                 )
+        self._agreed.add(id(layout))
 
     def plan(self, partition: str, tasks: Iterable[TaskSpec]) -> int:
         """Number of the plan of blocks put into a partition now."""
@@ -243,6 +261,14 @@ class Payload:
             if number != NOWHERE:  # which any shift leaves as it is
                 self.unref(self._segments[number], now, count)
 
+    def segments_of(self, block: Block, row: int) -> list[Segment]:
+        """Where what was written of a row lies, also what its group shares."""
+        places: array[int] = block.place
+        found = [places[at + row] for at in range(HEAD, len(places), block.rows)]
+        if places[1] != NOWHERE:
+            found.append(places[1] + row // block.admission.samples)
+        return [self._segments[place >> ENTRY_BITS] for place in found if place != NOWHERE]
+
     def place_again(self, writers: Iterable[TaskSpec], places: Sequence[int]) -> array[int]:
         """A block's places as `places_of` told them."""
         return array("q", (self._numbered(writers), *places))
@@ -297,17 +323,13 @@ class Payload:
                 else:  # groups of a block lie in one segment
                     column.extend([places[1] + group for group in groups])
                     used.add(places[1] >> ENTRY_BITS)
-        flat = array("q")
-        for line in lines:
-            flat.extend(line)
-        matrix = np.frombuffer(flat, np.int64).reshape(len(lines), len(number))
-        segments = [self._segment_fields(number) for number in used]
-        table = np.array(segments, np.int64).reshape(len(segments), 8)
-        return Handout(lease_id, matrix, list(sources.values()), table, extra, whole)
+        data = b"".join(lines)
+        table = b"".join([self._segment_fields(number) for number in used])
+        return Handout(lease_id, data, list(sources.values()), table, extra, whole)
 
-    def _segment_fields(self, number: int) -> tuple[int, ...]:
+    def _segment_fields(self, number: int) -> bytes:
         s = self._segments[number]
-        return (
+        return SEGMENT.pack(
             number, s.extent.shard, s.extent.slot, s.start, s.nbytes, s.rows, s.layout,
             s.generation,
         )  # fmt: skip
@@ -323,10 +345,16 @@ class Payload:
         kinds: dict[tuple[int, tuple[str, ...]], int] = {}
         for block, _, _ in runs:
             kinds.setdefault(_kind(block), len(kinds))
-        sources: dict[tuple[int, ...], list[str]] = {}
-        for name in names:
-            slots = tuple(self._slot(name, *kind) for kind in kinds)
-            sources.setdefault(slots, []).append(name)
+        asked = *kinds, *names
+        sources = self._known_sources.get(asked)
+        if sources is None:
+            sources = {}
+            for name in names:
+                slots = tuple(self._slot(name, *kind) for kind in kinds)
+                sources.setdefault(slots, []).append(name)
+            if len(self._known_sources) >= _MAX_PLANS:
+                self._known_sources.clear()
+            self._known_sources[asked] = sources
         return sources, kinds
 
     def _slot(self, name: str, plan_number: int, shared: tuple[str, ...]) -> int:

@@ -10,17 +10,28 @@ import bisect
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asyncflow_core.batch import Batch, BatchRef, Column
-from asyncflow_core.errors import AsyncFlowError, ConfigError, error_from_code
+from asyncflow_core.errors import (
+    AsyncFlowError,
+    ConfigError,
+    LeaseLostError,
+    PeerLostError,
+    ServiceClosedError,
+    ServiceTimeoutError,
+    error_from_code,
+)
 from asyncflow_core.services.data_store import Lease, RowInfo
 from asyncflow_store_zmq.handed import Handed
-from asyncflow_store_zmq.memory import Call, Lent, Steps
+from asyncflow_store_zmq.memory import Await, Begin, Call, Lent, StreamSteps
 from asyncflow_store_zmq.session import Session
 
-__all__ = ["MicroBatch", "Reader", "cut"]
+__all__ = ["HandoutStream", "MicroBatch", "cut"]
+
+# Of these an answer may still come, or a next life of the store.
+_UNKNOWN = (ServiceTimeoutError, PeerLostError, ServiceClosedError)
 
 
 class MicroBatch:
@@ -60,33 +71,19 @@ class MicroBatch:
 class _Asked(NamedTuple):
     """A message under way: commits it carries, and the hand-out it asks for."""
 
-    number: int
+    handle: Any
     call: Call
     commits: list[tuple[list[Any], Lent | None]]
     lease: list[Any] | None
     start: float
 
 
-class Reader:
-    """Yields `MicroBatch`es until `total_rows` were handed out, exactly.
-
-    A task of whole groups gets them whole here too: no micro-batch ends inside one, and the stream
-    ends before a group that would go beyond the total.
-
-    Without a total, until it is closed or nothing was ready for `wait_s`.
-
-    `commit` says that a micro-batch is done. The store learns it with the next message; what it
-    refuses then (a lost lease) is raised by a later step, at the latest by `close`.
-
-    Concurrency: as its client's.
-    """
+class HandoutStream:
+    """What both readers do, as steps. `again` takes it into the next life of a store."""
 
     def __init__(
         self,
         session: Session,
-        run: Callable[[Steps], Any],
-        send: Callable[[Call], int],
-        wait: Callable[[int, Call], Any],
         task: str,
         columns: Sequence[str],
         requester: str,
@@ -100,13 +97,10 @@ class Reader:
         wait_s: float = 60.0,
         prefetch_rows: int = 64,
     ) -> None:
-        """Prepare; the first step begins to ask. Build it with the client's `reader`.
+        """Prepare; the first step begins to ask.
 
         Args:
             session: of the client.
-            run: makes the calls of some steps.
-            send: begins a call.
-            wait: waits for one.
             task: whose rows.
             columns: what to read.
             requester: who reads.
@@ -125,8 +119,7 @@ class Reader:
                 f"a reader takes prefetch_rows >= 0 and limit_rows >= 1, got {prefetch_rows} and "
                 f"{limit_rows}"
             )
-        self._session = session
-        self._run, self._send, self._wait = run, send, wait
+        self.session = session
         self._columns = list(columns)
         self._limit_rows, self._limit_tokens = limit_rows, limit_tokens
         rows = None if limit_rows is None else max(limit_rows, prefetch_rows)
@@ -142,109 +135,154 @@ class Reader:
         self._wanted = 0.0  # rows asked for and not yet here
         self._failed: AsyncFlowError | None = None
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """Itself."""
-        return self
-
-    def __next__(self) -> MicroBatch:
-        """The next micro-batch, in the order of hand-out.
+    def take(self) -> StreamSteps:
+        """-> the next micro-batch, in the order of hand-out; None at the end.
 
         Raises:
+            ServiceTimeoutError: no answer yet; what is under way, commits too, is waited
+                for when the reader is asked again.
             AsyncFlowError: an earlier commit was refused; the reader goes on if it is asked again.
         """
         while not self._ready:
-            self._ask_ahead()
+            yield from self._ask_ahead()
             if not self._asked:
                 break
-            asked = self._asked.popleft()
-            if not self._take(asked) and asked.lease is not None and not self._ready:
+            if (yield from self._take()).lease is not None and not self._ready:
                 break  # nothing was ready in time
         self._raise_failure()
         if not self._ready:
-            self.close()
-            raise StopIteration
+            yield from self.close()
+            return None
         return self._ready.popleft()
 
-    def commit(
-        self, item: MicroBatch, writes: Batch | None = None, version: int | None = None
-    ) -> None:
+    def commit(self, item: MicroBatch, writes: Batch | None, version: int | None) -> StreamSteps:
         """A micro-batch is done; with the columns its task writes."""
-        self._done.append(self._run(self._session.prepare(item.ref, writes, version)))
+        self._done.append((yield from self.session.prepare(item.ref, writes, version)))
         if not self._ready:  # others may be waiting for what it wrote
-            self._ask_ahead()
+            yield from self._ask_ahead()
             if self._done:
-                self._ask(0)
+                yield from self._ask(0)
 
-    def flush(self) -> None:
+    def flush(self) -> StreamSteps:
         """Tell the store what is done, and wait until it knows."""
         if self._done:
-            self._ask(0)
+            yield from self._ask(0)
         while self._asked:
-            self._take(self._asked.popleft())
+            yield from self._take()
         self._raise_failure()
 
-    def close(self) -> None:
+    def close(self) -> StreamSteps:
         """Flush, and give back what was handed out ahead."""
         self._left = 0
         try:
             if any(asked.lease is not None for asked in self._asked):
-                self._run(self._session.hurry(self._how[0], self._how[1]))
-            self.flush()
+                yield from self.session.hurry(self._how[0], self._how[1])
+            yield from self.flush()
         finally:
             while self._ready:
-                self._run(self._session.release(self._ready.popleft().ref))
+                yield from self.session.release(self._ready.popleft().ref)
 
-    def _ask_ahead(self) -> None:
+    def again(self, session: Session) -> StreamSteps:
+        """The store was started again, and what it handed out before is nobody's any more.
+
+        Raises:
+            LeaseLostError: there were commits of which it is not known whether the store has them.
+        """
+        unread = sum(map(len, self._ready))
+        unknown = len(self._done) + sum(len(asked.commits) for asked in self._asked)
+        self.session = session
+        self._left += unread
+        self._wanted = 0.0
+        for kept in (self._ready, self._asked, self._done):
+            kept.clear()
+        if unknown:
+            raise LeaseLostError(
+                f"the store was started again while {unknown} commits were on their way to it; "
+                f"rows that it does not have are handed out again"
+            )
+        return
+        yield  # steps, as the others
+
+    def _ask_ahead(self) -> StreamSteps:
         while sum(asked.lease is not None for asked in self._asked) < self._ahead:
             room = self._left - self._wanted
             if room <= 0:
                 break
             limit = self._how[3]
-            self._ask(min(room, math.inf if limit is None else limit))
+            yield from self._ask(min(room, math.inf if limit is None else limit))
 
-    def _ask(self, rows: float) -> None:
-        commits, self._done = self._done, []
+    def _ask(self, rows: float) -> StreamSteps:
+        commits = self._done
         asking: list[Any] | None = None
         wait_s = 0.0
         if rows:
             asking, wait_s = list(self._how), self._how[7]
             asking[3] = None if rows == math.inf else int(rows)
-            self._wanted += asking[3] or 0
         call = Call("store.turn", [[message for message, _ in commits], asking], wait_s)
         start = time.monotonic()
-        self._asked.append(_Asked(self._send(call), call, commits, asking, start))
+        handle = yield Begin(call)
+        self._done = []
+        self._wanted += (asking[3] or 0) if asking else 0
+        self._asked.append(_Asked(handle, call, commits, asking, start))
 
-    def _take(self, asked: _Asked) -> bool:
-        """Take an answer; False when it handed nothing out."""
-        answers, reply = self._wait(asked.number, asked.call)
+    def _take(self) -> StreamSteps:
+        """Take the next answer -> what it answers."""
+        asked = self._asked[0]
+        answers: list[Any] = [()] * len(asked.commits)
+        reply = None
+        try:
+            answers, reply = yield Await(asked.handle, asked.call)
+        except AsyncFlowError as error:
+            # It stays, with the commits it carries, while somebody may know what became of them.
+            if not isinstance(error, _UNKNOWN):
+                self._settle(asked, answers)
+            raise
+        self._settle(asked, answers)
+        if asked.lease is not None and reply is not None:
+            yield from self._receive(asked.lease, reply, asked.start)
+        return asked
+
+    def _settle(self, asked: _Asked, answers: Sequence[Any]) -> None:
+        """A message was answered, and with it the commits it carried: () where nobody knows how."""
+        self._asked.popleft()
         for (message, lent), answer in zip(asked.commits, answers, strict=True):
-            refused = len(answer) == 2
-            self._session.settle(message, lent, None if refused else answer[3])
-            if refused:
+            done = len(answer) == 4
+            self.session.settle(message, lent, answer[3] if done else None)
+            if not done and answer:
                 self._failed = error_from_code(*answer)
-        if asked.lease is None or reply is None:
-            self._wanted -= (asked.lease or [0] * 4)[3] or 0
-            return False
-        self._wanted -= asked.lease[3] or 0
-        handed = self._run(self._session.receive(reply, asked.lease, asked.start))
+        if asked.lease is not None:
+            self._wanted -= asked.lease[3] or 0
+
+    def _receive(self, asked: list[Any], reply: list[Any], start: float) -> StreamSteps:
+        """A hand-out has come: read it, as much of it as is left to read, and cut it."""
+        handed: Handed = yield from self.session.receive(reply, asked, start)
         ends = handed.ends()
         fits = bisect.bisect_right(ends, self._left) if self._left > 0 else 0  # else closing
         count = ends[fits - 1] if fits else 0
         if count < len(handed):
-            self._run(self._session.release(handed.ref(count)))
+            yield from self.session.release(handed.ref(count))
             if self._left > 0:
                 self._close_before_group(count)
         if not count:
-            return False
+            return
         self._left -= count
-        self._ask_ahead()  # before the copying, so that the store works meanwhile
+        if not any(other.lease is not None for other in self._asked):
+            # Before the copying, so that the store works meanwhile. It does where it was asked
+            # twice: then the next ask can wait for the commit of what is here, to carry it.
+            yield from self._ask_ahead()
         try:
-            batch = self._run(self._session.read(handed.ref(0, count), self._columns))
-        except AsyncFlowError:  # a lost lease above all: others of the total take their place
+            batch = yield from self._reading(handed, count)
+        except AsyncFlowError as error:  # others of the total take their place
             self._left += count
+            if isinstance(error, LeaseLostError):  # for some of the rows perhaps
+                yield from self.session.release(handed.ref(0, count))
             raise
         self._cut(handed, ends, count, batch)
-        return True
+
+    def _reading(self, handed: Handed, count: int) -> StreamSteps:
+        if count == len(handed):
+            return self.session.read_handed(handed, self._columns)
+        return self.session.read(handed.ref(0, count), self._columns)
 
     def _close_before_group(self, count: int) -> None:
         """The next group does not fit into what is left of the total, beyond these rows."""

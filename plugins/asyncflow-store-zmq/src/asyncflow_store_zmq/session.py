@@ -6,7 +6,6 @@ method's. `store.py` drives it on an event loop, `blocking.py` without one.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -39,13 +38,13 @@ from asyncflow_store_zmq.memory import (
     Steps,
     Wanted,
 )
-from asyncflow_store_zmq.payload import FACTS
+from asyncflow_store_zmq.packed import dump_keys, dump_rows, load_rows
+from asyncflow_store_zmq.payload import FACTS, SEGMENT, lines_of
 
 __all__ = ["Session"]
 
 _BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
 _REMEMBERED_LEASES = 1024
-_NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +69,13 @@ class _Held:
         if not self._positions:
             self._positions = {row: position for position, row in enumerate(self.rows)}
         return self._positions
+
+    def surely_has(self, columns: Sequence[str]) -> bool:
+        """Whether the lease surely lives, and where these columns lie is known."""
+        if time.monotonic() >= self.deadline:
+            return False
+        known = {name for names, _ in self.wanted.sources for name in names} - self.extra
+        return known.issuperset(columns)
 
     def holds(self, rows: Sequence[int]) -> bool:
         """Whether these rows are its own, as far as is known here."""
@@ -148,6 +154,10 @@ class Session:
             )
         )  # fmt: skip
 
+    def end(self, handle: str) -> Steps:
+        """End a registration."""
+        yield Call("store.end", [handle])
+
     def put(
         self,
         groups: Batch,
@@ -160,8 +170,7 @@ class Session:
     ) -> Steps:
         """-> PutResult; see `DataStore.put`."""
         validate(groups, _Names(len(keys), lambda row: Key(*keys[row], 0)))
-        flat = itertools.chain.from_iterable(keys)
-        rows = np.fromiter(flat, np.int64, 3 * len(keys)).reshape(len(keys), 3)
+        rows = dump_keys(keys, 3)
         tokens, oldest = _facts(groups)
         written, lent = yield from self._write(groups)
         report = self._space.report()
@@ -221,7 +230,8 @@ class Session:
 
     def receive(self, reply: list[Any], asked: list[Any], start: float) -> Steps:
         """-> Handed: a hand-out, asked for at `start`; asks for layouts never seen."""
-        lease_id, matrix, sources, table, extra, whole, expires = reply
+        lease_id, lines, sources, table, extra, whole, expires = reply
+        matrix = lines_of(lines, sources)
         wanted = yield from self._wanted(matrix, sources, table)
         handed = Handed(lease_id, asked, matrix[:FACTS], whole=whole)
         # One machine, one clock; from elsewhere, counted from before the call was sent.
@@ -231,10 +241,8 @@ class Session:
             self._leases.popitem(last=False)
         return handed
 
-    def _wanted(
-        self, matrix: NDArray[np.int64], sources: list[list[str]], table: NDArray[np.int64]
-    ) -> Steps:
-        segments = {fields[0]: fields for fields in table.tolist()}
+    def _wanted(self, matrix: NDArray[np.int64], sources: list[list[str]], table: bytes) -> Steps:
+        segments = {fields[0]: fields for fields in SEGMENT.iter_unpack(table)}
         for fields in segments.values():
             if fields[6] not in self._layouts:
                 data = yield Call("store.layout", [fields[6]])
@@ -249,10 +257,30 @@ class Session:
         held = self._surely_held(ref, columns)
         if held is None:
             reply = yield Call("store.find", [*_ref(ref), list(columns), []])
-            wanted = yield from self._wanted(*reply[1:4])
+            wanted = yield from self._wanted(lines_of(*reply[1:3]), *reply[2:4])
         else:
             wanted = _subset(held, ref)
-        return (yield from self._copy(wanted, columns))
+        return (yield from self._copy_held(wanted, columns, ref))
+
+    def read_handed(self, handed: Handed, columns: Sequence[str]) -> Steps:
+        """-> Batch of all rows of a hand-out that has just come."""
+        held = self._leases.get(handed.lease_id)
+        if held is None or held.gone or not held.surely_has(columns):
+            return (yield from self.read(handed.ref(), columns))
+        return (yield from self._copy_held(held.wanted, columns, handed.ref()))
+
+    def _copy_held(self, wanted: Wanted, columns: Sequence[str], ref: BatchRef) -> Steps:
+        """Copy out; the store is told of what is not there though the lease lives."""
+        try:
+            return (yield from self._copy(wanted, columns))
+        except LeaseLostError:
+            dropped = yield Call("store.missing", _ref(ref))
+            if not dropped:
+                raise
+        raise LeaseLostError(
+            f"{dropped} of {len(ref.rows)} rows of lease {ref.lease_id} were never written and are "
+            f"dropped now; release the rest and lease again"
+        )
 
     def _copy(self, wanted: Wanted, columns: Sequence[str]) -> Steps:
         assert self._memory is not None
@@ -261,12 +289,9 @@ class Session:
 
     def _surely_held(self, ref: BatchRef, columns: Sequence[str]) -> _Held | None:
         held = self._leases.get(ref.lease_id)
-        if held is None or ref.fence != ref.lease_id or time.monotonic() >= held.deadline:
+        if held is None or ref.fence != ref.lease_id or not held.surely_has(columns):
             return None
-        known = {name for names, _ in held.wanted.sources for name in names} - held.extra
-        if not known.issuperset(columns) or not held.holds(ref.rows):
-            return None
-        return held
+        return held if held.holds(ref.rows) else None
 
     def renew(self, leases: Sequence[int], lease_s: float) -> Steps:
         """-> lost leases."""
@@ -305,7 +330,7 @@ class Session:
         if lent is not None:
             lent.writing -= 1
         self._space.add(message[-1], reply)
-        self._forget(message[0], message[2].tolist())
+        self._forget(message[0], load_rows(message[2]))
 
     def _check_writes(self, ref: BatchRef, writes: Batch) -> Steps:
         """By the schema; per-token columns by the rows' own responses."""
@@ -329,7 +354,7 @@ class Session:
                 reply = yield Call("store.find", [*_ref(ref), [], ["response_ids"]])
             except LeaseLostError:
                 return None  # the commit finds out what it is
-            wanted = yield from self._wanted(*reply[1:4])
+            wanted = yield from self._wanted(lines_of(*reply[1:3]), *reply[2:4])
         try:
             return (yield from self._copy(wanted, ["response_ids"]))["response_ids"]
         except LeaseLostError:
@@ -351,7 +376,7 @@ class Session:
 
     def drop(self, keys: Sequence[Key], reason: str) -> Steps:
         """-> rows dropped."""
-        return (yield Call("store.drop", [np.array(keys, np.int64).reshape(len(keys), 4), reason]))
+        return (yield Call("store.drop", [dump_keys(keys, 4), reason]))
 
     def hurry(self, task: str, requester: str) -> Steps:
         """Hand-outs of this client that wait end at once."""
@@ -383,7 +408,7 @@ class Session:
 
 
 def _ref(ref: BatchRef) -> list[Any]:
-    return [ref.lease_id, ref.fence, np.array(ref.rows, np.int64)]
+    return [ref.lease_id, ref.fence, dump_rows(ref.rows)]
 
 
 def _subset(held: _Held, ref: BatchRef) -> Wanted:
@@ -396,16 +421,14 @@ def _subset(held: _Held, ref: BatchRef) -> Wanted:
     return Wanted(len(positions), sources, whole.segments)
 
 
-def _facts(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _facts(batch: Batch) -> tuple[bytes, bytes]:
     """Tokens that each row brings, and the oldest version of its response (-1: none)."""
-    tokens = np.zeros(batch.rows, np.int32)
-    for name in ("prompt_ids", "response_ids"):
-        column = batch.get(name)
-        if column is not None:
-            tokens += column.lengths.astype(np.int32)
-    oldest = np.full(batch.rows, -1, np.int32)
+    found = [batch[n].lengths for n in ("prompt_ids", "response_ids") if n in batch]
+    tokens = sum(found[1:], found[0]).astype(np.int32).tobytes() if found else bytes(4 * batch.rows)
     versions = batch.get("versions")
-    if versions is not None and versions.offsets is not None and len(versions.array):
-        some = versions.lengths > 0
-        oldest[some] = np.minimum.reduceat(versions.array[:, 0], versions.offsets[:-1][some])
-    return tokens, oldest
+    if versions is None or versions.offsets is None or not len(versions.array):
+        return tokens, b"\xff" * 4 * batch.rows
+    oldest = np.full(batch.rows, -1, np.int32)
+    some = versions.lengths > 0
+    oldest[some] = np.minimum.reduceat(versions.array[:, 0], versions.offsets[:-1][some])
+    return tokens, oldest.tobytes()

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,26 @@ from asyncflow_core.services.data_store import (
     TaskSpec,
 )
 from asyncflow_core.wire import KeyPair
-from asyncflow_store_zmq.connection import Connection
+from asyncflow_store_zmq.connection import (
+    AGAIN_S,
+    Connection,
+    Kept,
+    came_too_late,
+    not_awaited,
+)
 from asyncflow_store_zmq.files import clear_directory
-from asyncflow_store_zmq.memory import Call, Steps
+from asyncflow_store_zmq.memory import Call, Steps, StreamSteps
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.processes import StoreProcesses
+from asyncflow_store_zmq.reader import HandoutStream
 from asyncflow_store_zmq.session import Session
+from asyncflow_store_zmq.streams import AsyncReader, AsyncWriter
+from asyncflow_store_zmq.writer import PutStream
 
 __all__ = ["ZmqDataStore", "capabilities"]
 
 _log = logging.getLogger(__name__)
 _RECONNECT_S = 60.0
-_AGAIN_S = 0.1
 
 
 def capabilities(options: ZmqOptions) -> DataStoreCapabilities:
@@ -52,14 +59,6 @@ def capabilities(options: ZmqOptions) -> DataStoreCapabilities:
         capacity_bytes=options.capacity_bytes,
         lease_policies=LEASE_POLICIES | set(options.lease_policies),
     )
-
-
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """A registration, over all lives of the store."""
-
-    task: TaskSpec
-    handle: str
 
 
 class ZmqDataStore(DataStore):
@@ -87,7 +86,7 @@ class ZmqDataStore(DataStore):
         self._token = self._options.token or secrets.token_hex(16)
         self._keys: KeyPair | None = None
         self._connection: Connection | None = None
-        self._kept: list[_Kept] = []
+        self._kept: list[Kept] = []
         self._reconnecting = asyncio.Lock()
 
     async def open(self) -> None:
@@ -142,7 +141,7 @@ class ZmqDataStore(DataStore):
             return _RECONNECT_S if self.processes.returns else 0.0
         return self._options.reconnect_s
 
-    async def _run(self, begin: Callable[[Session], Steps], returns: Any = Any) -> Any:
+    async def _run(self, begin: Callable[[Session], StreamSteps], returns: Any = Any) -> Any:
         """Do a session's steps; all of them again where the store died meanwhile and came back.
 
         That is safe: a put is known by its keys, and leases of an earlier life are lost.
@@ -166,11 +165,7 @@ class ZmqDataStore(DataStore):
         """
         wait_s = self._reconnect_s
         if not wait_s:
-            raise PeerLostError(
-                f"{lost}; nobody waits for it to come back, and what a store without durability "
-                "held is gone with it",
-                service=lost.service,
-            ) from lost
+            raise not_awaited(lost) from lost
         deadline = asyncio.get_running_loop().time() + wait_s
         async with self._reconnecting:
             if self._connection is not old:
@@ -180,9 +175,7 @@ class ZmqDataStore(DataStore):
                 async with asyncio.timeout_at(deadline):
                     new = await self._attach_again()
             except TimeoutError as error:
-                raise PeerLostError(
-                    f"{lost}; it did not come back within {wait_s:g} s", service=lost.service
-                ) from error
+                raise came_too_late(lost, wait_s) from error
             await old.aclose()
             if self._connection is old:
                 self._connection = new
@@ -201,7 +194,7 @@ class ZmqDataStore(DataStore):
                     kept.handle = await connection.run(connection.session.register(kept.task))
             except PeerLostError:
                 await connection.aclose()
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
             except BaseException:
                 await connection.aclose()
                 raise
@@ -218,11 +211,11 @@ class ZmqDataStore(DataStore):
 
     async def register(self, task: TaskSpec) -> Registration:
         """See `DataStore.register`."""
-        kept = _Kept(task, await self._run(lambda session: session.register(task)))
+        kept = Kept(task, await self._run(lambda session: session.register(task)))
         self._kept.append(kept)
         return Registration(task, lambda: self._end(kept))
 
-    async def _end(self, kept: _Kept) -> None:
+    async def _end(self, kept: Kept) -> None:
         if kept in self._kept:
             self._kept.remove(kept)
         if self._connection is not None:
@@ -335,3 +328,28 @@ class ZmqDataStore(DataStore):
         """See `DataStore.stats`; `bytes` counts segments, with their offsets."""
         stats: StoreStats = await self._run(lambda session: session.stats(drops_after, wait_s))
         return stats
+
+    def writer(self, **how: Any) -> AsyncWriter:
+        """Stream puts; takes the arguments of `PutStream`."""
+        keeps = bool(self._reconnect_s)
+        stream = PutStream(self._opened.session, keeps=keeps, **how)
+        return AsyncWriter(stream, lambda begin: self._stream(stream, begin))
+
+    def reader(
+        self, task: str, columns: Sequence[str], *, requester: str, **how: Any
+    ) -> AsyncReader:
+        """Stream micro-batches; takes the arguments of `HandoutStream`."""
+        stream = HandoutStream(self._opened.session, task, columns, requester, **how)
+        return AsyncReader(stream, lambda begin: self._stream(stream, begin))
+
+    async def _stream(
+        self, stream: HandoutStream | PutStream, begin: Callable[[], StreamSteps]
+    ) -> Any:
+        """Do some steps of a stream, in whatever life the store is."""
+
+        def steps(session: Session) -> StreamSteps:
+            if stream.session is not session:
+                yield from stream.again(session)
+            return (yield from begin())
+
+        return await self._run(steps)

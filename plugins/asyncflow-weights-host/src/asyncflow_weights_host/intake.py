@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncflow_core.errors import DataError
-from asyncflow_core.services.weight_sync import Bucket, ManifestBuilder, WeightManifest
+from asyncflow_core.services.weight_sync import Bucket, ManifestBuilder, TensorSpec, WeightManifest
 from asyncflow_weights_host.files import SegmentWriter
 from asyncflow_weights_host.locator import BucketPlace, Locator, here
 
@@ -39,10 +40,29 @@ class Intake:
     def __init__(self, writer: SegmentWriter, version: int, life: int) -> None:
         """Fill the writer's file."""
         self._writer = writer
-        self._version = version
+        self._version, self._life = version, life
         self._builder = ManifestBuilder(version, life)
         self._places: list[BucketPlace] = []
         self._count = 0
+        self._tensors: tuple[TensorSpec, ...] = ()
+        self._expected: tuple[BucketPlace, ...] = ()
+
+    def expect(
+        self, manifest: WeightManifest, locator: Locator, path: Path
+    ) -> tuple[WeightManifest, Locator]:
+        """Let the file be read while it is filled, as one that is laid out like an earlier version.
+
+        Returns:
+            What will be there if it is; without a checksum.
+
+        Raises:
+            OSError: there is no room.
+        """
+        nbytes = max(place.offset + place.nbytes for place in locator.buckets)
+        self._writer.appear(path, nbytes)
+        self._tensors, self._expected = manifest.tensors, locator.buckets
+        made = replace(manifest, version=self._version, life=self._life, checksum="")
+        return made, replace(locator, path=str(path), nbytes=nbytes)
 
     def add(self, bucket: Bucket) -> None:
         """Take a bucket.
@@ -58,6 +78,21 @@ class Intake:
         tensors = tuple((self._count + n, spec.offset) for n, spec in enumerate(bucket.specs))
         self._count += len(tensors)
         self._places.append(BucketPlace(offset, len(bucket.data), tensors))
+        if self._as_expected(bucket):
+            self._writer.land(len(self._places))
+        else:
+            self._writer.give_up()
+
+    def _as_expected(self, bucket: Bucket) -> bool:
+        """Whether a bucket is where, and what, readers were told; once not, no further one is."""
+        number, first = len(self._places), self._count - len(bucket.specs)
+        found = tuple(replace(spec, offset=0) for spec in bucket.specs)
+        if (
+            self._expected[:number][-1:] != tuple(self._places[-1:])
+            or self._tensors[first : self._count] != found
+        ):
+            self._expected = ()
+        return bool(self._expected)
 
     def finish(self, path: Path) -> tuple[WeightManifest, Locator]:
         """Make the file appear under its name.

@@ -34,7 +34,10 @@ def _disk(options: DiskOptions, ctx: PartContext) -> WeightSync:
 
 def _capabilities(options: HostOptions) -> WeightSyncCapabilities:
     return WeightSyncCapabilities(
-        localities=_HERE, source="buckets", concurrent_versions=options.versions
+        localities=_HERE,
+        source="buckets",
+        concurrent_versions=options.versions,
+        overlapped_fetch=True,
     )
 
 

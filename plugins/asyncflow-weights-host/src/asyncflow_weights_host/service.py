@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -20,7 +21,13 @@ from asyncflow_core.services.weight_sync import (
     PublishedWeights,
     WeightSource,
 )
-from asyncflow_weights_host.files import Mappings, PublisherDirectory, sweep
+from asyncflow_weights_host.files import (
+    Mappings,
+    PublisherDirectory,
+    landed,
+    publisher_gone,
+    sweep,
+)
 from asyncflow_weights_host.intake import Intake, in_thread
 from asyncflow_weights_host.locator import Locator, here
 from asyncflow_weights_host.options import HostOptions
@@ -28,6 +35,10 @@ from asyncflow_weights_host.options import HostOptions
 __all__ = ["HostWeightSync"]
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.001
+"""Between two looks for a bucket that is still to come: a few a bucket."""
+_LOOKS = 200
+"""Looks from one to the next for the publisher itself."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -52,6 +63,8 @@ class HostWeightSync(VersionedWeightSync):
         self._directory: PublisherDirectory | None = None
         self._paths: dict[tuple[int, int], Path] = {}
         self._mappings = Mappings()
+        self._last: PublishedWeights | None = None
+        self._coming: dict[tuple[int, int], asyncio.Future[PublishedWeights | None]] = {}
 
     async def open(self) -> None:
         """Find the directory and remove what dead publishers left in it.
@@ -88,6 +101,35 @@ class HostWeightSync(VersionedWeightSync):
         if directory is not None:
             await in_thread(directory.close)
 
+    async def publish(
+        self, version: int, life: int, buckets: AsyncIterator[Bucket]
+    ) -> PublishedWeights:
+        """As of `WeightSync`; from the second version on, `coming` tells of it at once."""
+        try:
+            return await super().publish(version, life, buckets)
+        finally:
+            asked = self._coming.pop((version, life), None)
+            if asked is not None and not asked.done():
+                asked.set_result(None)
+
+    async def coming(self, version: int, life: int) -> PublishedWeights | None:
+        """What can be fetched of a version being published: it is laid out like the one before.
+
+        Where it is not, what was fetched ends with an error, or has another checksum.
+        """
+        self._check_open()
+        if (version, life) in self._held:
+            return None
+        try:
+            async with asyncio.timeout(self._publish_timeout_s):
+                return await asyncio.shield(self._asked(version, life))
+        except TimeoutError:
+            return None
+
+    def _asked(self, version: int, life: int) -> asyncio.Future[PublishedWeights | None]:
+        future: asyncio.Future[PublishedWeights | None] = asyncio.get_running_loop().create_future()
+        return self._coming.setdefault((version, life), future)
+
     async def _take(
         self, version: int, life: int, buckets: AsyncIterator[Bucket]
     ) -> PublishedWeights:
@@ -98,16 +140,26 @@ class HostWeightSync(VersionedWeightSync):
                 self._directory = PublisherDirectory(self._open_root())
             directory = self._directory
             intake = Intake(directory.writer(), version, life)
+            name = directory.name(version, life)
         try:
+            if self._last is not None:
+                with self._disk_errors(version):
+                    manifest, locator = intake.expect(
+                        self._last.manifest, Locator.of(self._last), name
+                    )
+                asked = self._asked(version, life)
+                if not asked.done():
+                    asked.set_result(PublishedWeights(manifest, "host", locator.to_dict()))
             async for bucket in buckets:
                 with self._disk_errors(version):
                     await in_thread(intake.add, bucket)
             with self._disk_errors(version):
-                manifest, locator = intake.finish(directory.name(version, life))
+                manifest, locator = intake.finish(name)
         finally:
             intake.abort()
         self._paths[version, life] = Path(locator.path)
-        return PublishedWeights(manifest, "host", locator.to_dict())
+        self._last = PublishedWeights(manifest, "host", locator.to_dict())
+        return self._last
 
     async def _drop(self, key: tuple[int, int]) -> None:
         assert self._directory is not None, "what is held lies there"
@@ -168,10 +220,30 @@ class HostWeightSync(VersionedWeightSync):
     async def _buckets(
         self, mapping: NDArray[np.uint8], published: PublishedWeights, locator: Locator
     ) -> AsyncIterator[Bucket]:
-        for place in locator.buckets:
+        for number, place in enumerate(locator.buckets):
+            await self._landed(mapping, number, published, locator)
             specs = place.specs(published.manifest.tensors)
             self._fetched += sum(spec.nbytes for spec in specs)
             yield Bucket(specs, mapping[place.offset : place.offset + place.nbytes])
+
+    async def _landed(
+        self, mapping: NDArray[np.uint8], number: int, published: PublishedWeights, locator: Locator
+    ) -> None:
+        """Wait until a bucket is there."""
+        version, looks = published.manifest.version, 0
+        while (there := landed(mapping)) <= number:
+            self._check_open()
+            if there < 0:
+                raise self._error(
+                    f"version {version} comes no further than bucket {number}: publishing it "
+                    f"failed, or it is laid out in another way than the version before"
+                )
+            if looks % _LOOKS == _LOOKS - 1 and publisher_gone(Path(locator.path).parent):
+                raise self._error(
+                    f"version {version} comes no further than bucket {number}: its publisher ended"
+                )
+            looks += 1
+            await asyncio.sleep(_LOOK_S)
 
     def _open_root(self) -> Path:
         self._check_open()

@@ -1,0 +1,54 @@
+"""Lists of numbers in a call, as bytes: rows and keys int64, tokens and versions int32.
+
+Little-endian, one after another. An array would say its type and shape in the message, which
+both sides know, and costs several times as much to make when it has a few entries.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow_core.errors import DataError
+
+__all__ = ["dump_keys", "dump_rows", "facts_of", "keys_of", "load_rows"]
+
+
+def dump_rows(rows: Sequence[int]) -> bytes:
+    """Row numbers as bytes."""
+    return struct.pack(f"<{len(rows)}q", *rows)
+
+
+def load_rows(data: bytes) -> tuple[int, ...]:
+    """Inverse of `dump_rows`."""
+    return struct.unpack(f"<{len(data) // 8}q", data)
+
+
+def dump_keys(keys: Sequence[tuple[int, ...]], parts: int) -> bytes:
+    """Keys, of so many parts each, as bytes.
+
+    Raises:
+        DataError: some are no keys.
+    """
+    flat = itertools.chain.from_iterable(keys)
+    try:
+        return struct.pack(f"<{parts * len(keys)}q", *flat)
+    except struct.error as error:
+        raise DataError(
+            f"{len(keys)} keys are not {parts} whole numbers of 64 bits each: {error}"
+        ) from error
+
+
+def facts_of(data: bytes) -> array[int]:
+    """Tokens or versions of rows as the ledger takes them, int32 [rows]."""
+    return array("i", data)
+
+
+def keys_of(data: bytes, parts: int) -> NDArray[np.int64]:
+    """Keys, int64 [keys, parts]."""
+    return np.frombuffer(data, np.int64).reshape(-1, parts)
