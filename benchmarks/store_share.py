@@ -24,6 +24,7 @@ from asyncflow_core.schema import validate
 from asyncflow_store_zmq.arena import UNIT, Arena
 from asyncflow_store_zmq.layout import Piece, pack, take
 from asyncflow_store_zmq.options import ZmqOptions
+from asyncflow_store_zmq.packed import dump_keys
 from asyncflow_store_zmq.slabs import Slabs
 from asyncflow_store_zmq.store import ZmqDataStore
 
@@ -59,15 +60,12 @@ def stages() -> dict[str, float]:
             piece = Piece(shared[next(spots)], packed.layout, BATCH, 0, BATCH)
             take([piece], COLUMNS, slabs.take)
 
-        def numbers() -> None:
-            np.fromiter(itertools.chain.from_iterable(keys), np.int64, 3 * BATCH)
-
         return {
             "bytes": packed.nbytes,
             "limit: copy in": least(lambda: np.copyto(shared[next(spots)], own[next(spots)])),
             "limit: copy out": least(lambda: np.copyto(own[next(spots)], shared[next(spots)])),
             "put: check the schema": least(lambda: validate(batch, keys)),
-            "put: keys as numbers": least(numbers),
+            "put: keys as bytes": least(lambda: dump_keys(keys, 3)),
             "put: lay out": least(lambda: pack(batch)),
             "put: copy in": least(lambda: packed.write(shared[next(spots)])),
             "get: copy out": least(copy_out),

@@ -70,7 +70,7 @@ def config(folder: Path, preset: str, bound: int, steps: int, store: str) -> dic
         "rollout": {
             "plugin": "emulated",
             "replicas": 2,
-            "rows_in_flight": 8,
+            "rows_in_flight": 8,  # as many as slots: one that waits here is one that another lacks
             "switch_mode": "in_flight" if bound else "auto",
             "sampling": {"max_new_tokens": 100_000},
         },

@@ -364,9 +364,10 @@ class RolloutTests:
     ) -> None:
         """RO-18."""
         requires(SwitchMode.DRAIN in capabilities.switch_modes, "switch_modes: drain")
+        source = self.source(buckets(1), 1)  # made before: it must not outlast what runs
         long = self.requests(prompt_ids, 2, max_new_tokens=self.long_tokens)
         running = await self.start(service, long)
-        await service.stage_weights(self.source(buckets(1), 1))
+        await service.stage_weights(source)
         commit = asyncio.ensure_future(service.commit_weights(1, SwitchMode.DRAIN))
         await asyncio.sleep(0)
         waiting = await collect(service.generate(self.requests(prompt_ids, 2)))
@@ -385,10 +386,11 @@ class RolloutTests:
     ) -> None:
         """RO-19, RO-20."""
         requires(mode in capabilities.switch_modes, f"switch_modes: {mode}")
+        weights = buckets(1)
         running = await self.start(
             service, self.requests(prompt_ids, 2, max_new_tokens=self.long_tokens)
         )
-        await self.switch(service, buckets(1), 1, mode)
+        await self.switch(service, weights, 1, mode)
         for completion in await running:
             assert completion.finish_reason == "length"
             assert completion.versions[:, 0].tolist() == [0, 1]

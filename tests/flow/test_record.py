@@ -62,6 +62,11 @@ def test_folder_fresh_holds_config_and_environment(folder, tmp_path):
     assert folder.log_path("rollout-0") == str(folder.path / "logs" / "rollout-0.log")
 
 
+def test_folder_number_that_is_not_finite_is_null_in_its_line(folder):
+    folder.append("metrics.jsonl", [{"loss": float("nan"), "x": 1.5, "y": float("-inf")}])
+    assert (folder.path / "metrics.jsonl").read_text() == '{"loss": null, "x": 1.5, "y": null}\n'
+
+
 def test_folder_existing_is_moved_aside_whole_each_time(config, tmp_path):
     for number in range(3):
         folder = RunFolder(config)

@@ -61,13 +61,18 @@ def test_shares_of_a_worker_started_again_leave_out_what_was_before():
 def test_counters_total_is_all_that_was_ever_counted(events):
     counters, now, total = Counters(), dict.fromkeys("abc", 0), 0
     for name, more, again in events:
-        if again and now[name]:  # seen once at 0 or below what it was: it began anew
+        if again:  # it died; it may count further than before until it is seen again
             now[name] = 0
-            counters.set(name, 0)
+            counters.left(name)
         now[name] += more
         total += more
         counters.set(name, now[name])
     assert counters.total == total
+
+
+def test_tokens_elsewhere_are_those_on_their_way():
+    tokens = Tokens(generated=100, trained=60, evaluated=10, wasted={"died": 5, "straggler": 1})
+    assert tokens.elsewhere == 24
 
 
 def test_staleness_adds_up_and_keeps_the_last_versions():

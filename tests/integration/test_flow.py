@@ -153,6 +153,17 @@ def test_reward_that_raises_scores_0_and_is_counted_and_shown(inline, caplog):
     ]
 
 
+def test_reward_that_raises_is_counted_in_held_out_rows_too(inline, caplog):
+    reward = {"function": "functions:raises", "kind": "reward"}
+    held_out = {"evaluation": {"samples": 2}, "prompts__options__evaluation_share": 0.3}
+    flow = af.Flow(**inline(stages__reward=reward, **held_out))
+    list(flow.run())
+    summary = flow.summary
+    assert summary.rows_evaluated > 0
+    assert summary.reward_errors == summary.rows_trained + summary.rows_evaluated
+    assert "rewards of the evaluation of version 0 failed and count 0, the last: Val" in caplog.text
+
+
 def test_stage_that_returns_wrong_columns_ends_the_run_by_name(inline):
     tree = inline(stages__advantage__function="functions:wrong_columns")
     with pytest.raises(DataError, match="stage 'advantage-0' must return the columns"):

@@ -1,5 +1,6 @@
 """Models, requests, weights and servers that the tests share."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def make_requests(count, *, prompt=PROMPT, **options):
     return generation.make_requests(count, prompt=prompt, **options)
 
 
+@functools.cache
 def versioned_model(model, version):
     """The model with other weights for each version; 0 is what the directory holds."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

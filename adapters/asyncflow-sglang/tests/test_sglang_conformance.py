@@ -16,6 +16,7 @@ class TestSGLangRollout(RolloutTests):
 
     @pytest.fixture
     async def service(self, model, server):
+        server.slow_down(0.005)  # so that a switch lands between the tokens of a tiny model
         async with make_rollout(model, addresses=(server.url,), stream_interval=1) as service:
             yield service
 

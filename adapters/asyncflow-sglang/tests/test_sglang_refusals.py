@@ -216,8 +216,9 @@ async def test_server_that_ends_at_once_is_started_again_only_if_its_port_was_ta
         chosen = iter([taken.getsockname()[1], free])
         monkeypatch.setattr(server, "free_port", lambda: next(chosen))
         words = r"cannot be opened: .*status 3; last lines of (?s:.*)no such device"
+        options = {"python": str(script), "restarts": 5, "poll_timeout_s": 0.5}
         with pytest.raises(EngineError, match=words):
-            await make_rollout(model, python=str(script), restarts=5).__aenter__()
+            await make_rollout(model, **options).__aenter__()
     first, second = ports.read_text().splitlines()
     assert f"--port {free} " not in first
     assert f"--port {free} " in second

@@ -25,7 +25,7 @@ from asyncflow_store_zmq.layout import ColumnLayout, Layout
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.payload import FACTS
 from asyncflow_store_zmq.store import ZmqDataStore
-from asyncflow_store_zmq.table import UNWRITTEN
+from asyncflow_store_zmq.unwritten import UNWRITTEN
 
 CORPUS = Path(__file__).parent / "corpus"
 LAYOUT = Layout((ColumnLayout("prompt_ids", "ragged", "<i4", ()),)).dump().hex()

@@ -21,7 +21,7 @@ from asyncflow_store_zmq.layout import pack
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.packed import dump_keys
 from asyncflow_store_zmq.store import ZmqDataStore
-from asyncflow_store_zmq.table import UNWRITTEN
+from asyncflow_store_zmq.unwritten import UNWRITTEN
 
 from .conftest import TOKEN, served
 

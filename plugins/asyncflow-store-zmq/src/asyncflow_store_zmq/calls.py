@@ -34,6 +34,8 @@ _MAX_VERSION = (1 << 31) - 1
 _ORDERS = frozenset(order.value for order in Order)
 # Source, epoch, sequence and sample of a key, as `Key.pack` holds them; a sequence as int64 does.
 _KEY_LIMITS = (0xFFFF, 0xFFFFFFFF, _LIMIT, 0xFFFF)
+_FEW = 64
+"""So few bytes of numbers are looked at one by one: a numpy call costs more."""
 
 
 def _whole(value: Any) -> bool:
@@ -83,6 +85,9 @@ def _rows(value: Any) -> bool:
 def _within(value: Any, low: int, high: int) -> bool:
     if type(value) is not bytes or len(value) % 4 or len(value) > 4 * MAX_ENTRIES:
         return False
+    if len(value) > _FEW:
+        many = np.frombuffer(value, np.int32)
+        return bool(low <= many.min() and many.max() <= high)
     numbers = array("i", value)
     return not numbers or (low <= min(numbers) and max(numbers) <= high)
 

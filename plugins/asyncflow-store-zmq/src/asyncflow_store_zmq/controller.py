@@ -38,6 +38,7 @@ from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.shard import message
 from asyncflow_store_zmq.spec import StoreSpec
 from asyncflow_store_zmq.table import Table
+from asyncflow_store_zmq.unwritten import drop_unwritten
 
 __all__ = ["Controller"]
 
@@ -304,7 +305,7 @@ class Controller:
     def missing(self, m: list[Any], peer: Peer) -> int:
         """[lease, fence, rows]: what its holder could not read is dropped, if it is not there."""
         ref = BatchRef(m[0], m[1], load_rows(m[2]))
-        return self._table.drop_unwritten(self._clock(), ref, self._is_there)
+        return drop_unwritten(self._table, self._clock(), ref, self._is_there)
 
     def _is_there(self, segment: Segment) -> bool:
         extent = segment.extent

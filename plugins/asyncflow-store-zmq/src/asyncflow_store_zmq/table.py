@@ -24,7 +24,6 @@ from asyncflow_core.ledger import (
     Claim,
     LeasePolicy,
     Ledger,
-    locate,
     runs_in,
     runs_of,
     span,
@@ -39,10 +38,7 @@ from asyncflow_store_zmq.lineage import Lineage
 from asyncflow_store_zmq.payload import Handout, Payload, Written
 from asyncflow_store_zmq.retained import Retained
 
-__all__ = ["UNWRITTEN", "Table"]
-
-UNWRITTEN = "its columns were promised and never written"
-"""Why `drop_unwritten` drops."""
+__all__ = ["Table"]
 
 _BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
 
@@ -353,31 +349,6 @@ class Table:
         if count:
             self._log(["drop", [list(key) for key in keys], reason])
         return count
-
-    def drop_unwritten(self, now: float, ref: BatchRef, is_there: Callable[[Segment], bool]) -> int:
-        """Drop those rows of a lease that its holder cannot read, as they were never written.
-
-        Who puts or commits rows promises that their columns lie in memory by then. Nothing else
-        looks there before a reader does, and to that one they are as a lost lease; without this
-        they would be handed out for ever.
-
-        Args:
-            now: the time.
-            ref: rows that somebody could not read.
-            is_there: whether something was written at the start of a segment.
-
-        Raises:
-            LeaseLostError: the lease does not hold them, so others may have overwritten them.
-        """
-        claim = self.inspect(now, ref)
-        rows = [locate(ref.rows[position]) for position in claim.held]
-        blocks = {number: self.ledger.block(number) for number, _ in rows}
-        gone = [
-            blocks[number].key_at(row)
-            for number, row in rows
-            if not all(map(is_there, self.payload.segments_of(blocks[number], row)))
-        ]
-        return self.drop(now, gone, UNWRITTEN) if gone else 0
 
     def checkpoint(self, now: float, version: int) -> None:
         """See `SupportsDurability.checkpoint`."""
