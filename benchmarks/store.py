@@ -138,8 +138,9 @@ class Ours:
         _, train, produce = self._processes(roles, PIPELINE_ROWS, PIPELINE_BATCH, 0)
         return PIPELINE_ROWS / (train["end"] - produce["start"])
 
-    def latency(self) -> float:
-        train, _ = self._processes(["arrive", "produce"], 50, 1, 0.02)
+    def latency(self, gap_s: float = 0.02) -> float:
+        """Median milliseconds of one row from before its put to its arrival, `gap_s` apart."""
+        train, _ = self._processes(["arrive", "produce"], 50, 1, gap_s)
         return statistics.median(train["waits"]) * 1e3
 
 
@@ -302,6 +303,7 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true")
     arguments = parser.parse_args()
+    from store_latency import by_pace
     from store_memory import footprint, growth
 
     result: dict[str, float] = {}
@@ -314,6 +316,7 @@ async def main() -> None:
         options = store.attach_options()
         ours = Ours(options["connect"], options["token"])
         found = await asyncio.to_thread(compare, ours, arguments.rounds, peer=not arguments.no_peer)
+        result |= await asyncio.to_thread(by_pace, ours)
         ours.store.close()
     ratios = report(found)
     print(json.dumps({key: round(value, 3) for key, value in {**ratios, **result}.items()}))
