@@ -311,6 +311,36 @@ class Meets(Trainer):
         return await super().forward_backward(batch, loss, last=last)
 
 
+class Silent(Trainer):
+    """Returns nothing from any call, as a plugin that forgets its `return`."""
+
+    async def forward(self, batch):
+        pass
+
+    async def forward_backward(self, batch, loss, *, last):
+        pass
+
+    async def optim_step(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "kind"),
+    [
+        ("forward", (0, (), ()), "Batch"),
+        ("forward_backward", (0, (), (), LOSS), "ForwardBackwardInfo"),
+        ("optim_step", (0,), "UpdateInfo"),
+    ],
+)
+async def test_trainer_that_returns_nothing_is_named_with_what_it_must_return(
+    call, arguments, kind
+):
+    rank = TrainerRank(Silent(), None)
+    more = {"last": True} if call == "forward_backward" else {}
+    with pytest.raises(EngineError, match=f"{call} returned None; it must return a {kind} "):
+        await getattr(rank, call)(*arguments, **more)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 async def test_rank_call_out_of_order_raises(order):
     rank = TrainerRank(Trainer(), None)

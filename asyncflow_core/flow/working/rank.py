@@ -7,9 +7,10 @@ waiting for it.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TypeVar
 
 from asyncflow_core.batch import Batch, BatchRef
-from asyncflow_core.errors import InvariantError
+from asyncflow_core.errors import EngineError, InvariantError
 from asyncflow_core.flow.processes.control import RankControl
 from asyncflow_core.services.data_store import DataStore
 from asyncflow_core.services.trainer import (
@@ -28,6 +29,8 @@ from asyncflow_core.services.weight_sync import (
 
 __all__ = ["TrainerRank"]
 
+T = TypeVar("T")
+
 
 class TrainerRank(RankControl):
     """One rank: its trainer, its own way to the store, and to the replicas if it yields weights."""
@@ -45,7 +48,7 @@ class TrainerRank(RankControl):
         """Read the rows, compute their columns."""
         self._in_order(order)
         batch, failure = await self._read(rows, columns)
-        found = await self._trainer.forward(batch)
+        found = _checked(await self._trainer.forward(batch), Batch, "forward")
         if failure is not None:
             raise failure
         return found
@@ -63,6 +66,7 @@ class TrainerRank(RankControl):
         self._in_order(order)
         batch, failure = await self._read(rows, columns)
         info = await self._trainer.forward_backward(batch, loss, last=last)
+        info = _checked(info, ForwardBackwardInfo, "forward_backward")
         if failure is not None:
             raise failure
         return info
@@ -81,7 +85,7 @@ class TrainerRank(RankControl):
     async def optim_step(self, order: int) -> UpdateInfo:
         """Update."""
         self._in_order(order)
-        return await self._trainer.optim_step()
+        return _checked(await self._trainer.optim_step(), UpdateInfo, "optim_step")
 
     async def zero_grad(self, order: int) -> None:
         """Throw collected gradients away."""
@@ -144,6 +148,16 @@ class TrainerRank(RankControl):
         if order != self._order:
             raise InvariantError(f"this rank expects call {self._order}, got call {order}")
         self._order += 1
+
+
+def _checked(answer: T, kind: type[T], call: str) -> T:
+    """The answer of a plugin's trainer; `EngineError` if it is of another type."""
+    if not isinstance(answer, kind):
+        raise EngineError(
+            f"the trainer's {call} returned {answer!r:.80}; it must return a {kind.__name__} "
+            f"({kind.__module__})"
+        )
+    return answer
 
 
 async def _resumed(first: Bucket, others: AsyncIterator[Bucket]) -> AsyncIterator[Bucket]:
