@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -109,8 +110,14 @@ def test_blocking_store_evicts_what_a_requester_holds(tmp_path):
 
 
 def kill(owner):
-    """The controller; who started it starts it again."""
-    os.kill(owner.processes.pids[-1], signal.SIGKILL)
+    """The controller; who started it starts it again. One killed just before may still be down."""
+    end = time.monotonic() + 30
+    while True:
+        try:
+            return os.kill(owner.processes.pids[-1], signal.SIGKILL)
+        except ProcessLookupError:
+            assert time.monotonic() < end, "the controller did not come back within 30 s"
+            time.sleep(0.01)
 
 
 def write_and_read(owner, connect, token):
@@ -171,7 +178,7 @@ async def test_async_streams_go_on_when_a_killed_controller_comes_back(tmp_path)
         for number in range(40):
             await writer.put(groups(number, 1), keys=keys(number, 1))
             if number in (10, 25):
-                kill(owner)
+                await asyncio.to_thread(kill, owner)
         assert (await writer.flush()).stored == 40
         seen, kills = set(), 0
         reader = owner.reader("score", ["x"], requester="s", limit_rows=2, wait_s=5.0)
@@ -181,7 +188,7 @@ async def test_async_streams_go_on_when_a_killed_controller_comes_back(tmp_path)
                 seen |= set(item.batch["x"].array.tolist())
                 if len(seen) == 10 and not kills:
                     kills += 1
-                    kill(owner)
+                    await asyncio.to_thread(kill, owner)
                 await reader.commit(item, rewards(item))
                 await reader.flush()
             except LeaseLostError:
