@@ -34,7 +34,7 @@ PLACES = {
     "pruned": ("asyncflow_core.flow.running.checkpoint", "Checkpoints", "prune", "after"),
     "finished": ("asyncflow_core.flow.running.saving", "Saving", "finish", "after"),
     "stepped": ("asyncflow_core.flow.working.train", "TrainWorker", "step", "after"),
-    "acknowledging": ("asyncflow_core.flow.working.train", "TrainWorker", "_acknowledge", "before"),
+    "acknowledging": ("asyncflow_core.flow.working.leased", "LeasedRows", "acknowledge", "before"),
 }
 
 
@@ -42,11 +42,17 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def owner_of(name: str) -> object:
+    """The module or class whose function a place is."""
+    module, owner, _, _ = PLACES[name]
+    found = importlib.import_module(module)
+    return getattr(found, owner) if owner else found
+
+
 def arm(name: str, count: int, later_s: float) -> None:
     """Kill this process `later_s` after the `count`-th time the place is reached."""
-    module_name, owner, function, when = PLACES[name]
-    found = importlib.import_module(module_name)
-    found = getattr(found, owner) if owner else found
+    _, _, function, when = PLACES[name]
+    found = owner_of(name)
     inner = getattr(found, function)
     left = count
 
