@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
@@ -173,7 +172,7 @@ def _failed(error: Exception) -> int:
         print(f"asyncflow: {error.code}: {error}", file=sys.stderr)
     elif isinstance(error, _StartedError):
         print(f"asyncflow: the run was ended, config: {error}", file=sys.stderr)
-    elif isinstance(error, OSError) and _about_output(error):
+    elif isinstance(error, OSError) and _output_is_gone():
         _forget_output()
         print(f"asyncflow: what it prints cannot be written: {error.strerror}", file=sys.stderr)
     else:
@@ -181,9 +180,13 @@ def _failed(error: Exception) -> int:
     return 1
 
 
-def _about_output(error: OSError) -> bool:
-    """Whether it is of a stream, since those of files name the file."""
-    return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO)
+def _output_is_gone() -> bool:
+    """Whether standard output takes nothing more: what it did not take is still in its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _forget_output() -> None:

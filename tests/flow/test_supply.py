@@ -49,9 +49,9 @@ def config(**workflow):
 
 
 @contextlib.asynccontextmanager
-async def supplying(store, prompts, config, assigned=None):
+async def supplying(store, prompts, config, assigned=None, note=None):
     thread = DaemonThread("prompts")
-    supply = Supply(store, prompts, config, thread, assigned=assigned)
+    supply = Supply(store, prompts, config, thread, assigned=assigned, note=note)
     tasks = []
 
     def start():
@@ -141,6 +141,57 @@ async def test_stragglers_still_on_their_way_when_their_batch_is_trained_are_dro
             stats = await store.stats()
             assert (stats.rows, stats.rows_dropped) == (6, {STRAGGLER: 2})
             assert supply.rows_put == 12
+
+
+async def test_group_of_an_earlier_life_that_is_dropped_before_any_is_admitted_is_replaced(store):
+    await store.register(SEE)
+    kept = [GroupKey(TRAINING, 0, 0), GroupKey(TRAINING, 0, 1)]
+    assigned = Assigned()
+    assigned.apply(groups_record(0, kept, (0, 2), ""))
+    async with supplying(store, Prompts(), config(), assigned=assigned) as supply:
+        await supply.bring_back(0)
+        prompts = supply.source.columns(list((await supply.source.again(kept)).values()))
+        await store.put(prompts, keys=kept, samples=2, batch=0)
+        await store.drop([Key(*kept[0], sample) for sample in (0, 1)], reason="too long")
+        supply.start()
+        await eventually(lambda: waiting(store, 4))
+        lease = await store.lease("see", requester="t")
+        assert {(info.batch, info.key.sequence) for info in lease.rows} == {(0, 1), (0, 2)}
+
+
+async def test_group_whose_batch_is_trained_while_its_drop_is_written_down_is_not_replaced(store):
+    await store.register(SEE)
+    written, go_on = threading.Event(), threading.Event()
+
+    def note(record):
+        if "dropped" in record:
+            written.set()
+            assert go_on.wait(20)
+
+    run = config(max_staleness=None, preset="async", extra_groups=1)
+    async with supplying(store, Prompts(count=20), run, note=note) as supply:
+        await eventually(lambda: waiting(store, 12))
+        lease = await store.lease("see", requester="t", limit_rows=2)
+        await store.drop([info.key for info in lease.rows], reason="too long")
+        await eventually(written.is_set)
+        supply.advance(1, [GroupKey(TRAINING, 0, 1), GroupKey(TRAINING, 0, 2)])
+        go_on.set()
+        await eventually(lambda: waiting(store, 16))  # batch 2 begins, and nothing of batch 0
+        assert not supply.running.done()
+        assert supply.rows_put == 18
+
+
+async def test_rows_that_a_store_kept_and_trained_before_they_were_put_again_are_counted(store):
+    await store.register(SEE)
+    kept = [GroupKey(TRAINING, 0, 0), GroupKey(TRAINING, 0, 1)]
+    assigned = Assigned()
+    assigned.apply(groups_record(0, kept, (0, 2), ""))
+    async with supplying(store, Prompts(), config(), assigned=assigned) as supply:
+        await supply.bring_back(0)
+        supply.advance(1, kept)
+        supply.start()
+        await eventually(lambda: waiting(store, 4))
+        assert supply.rows_put == 8
 
 
 async def test_supply_that_only_drops_ends_the_run(store, caplog):

@@ -1,5 +1,7 @@
 """The weight protocol under faults at every transition, with a clock of its own."""
 
+import asyncio
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -11,7 +13,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asyncflow_core.errors import InvariantError
+from asyncflow_core.config import WeightSyncConfig
+from asyncflow_core.errors import EngineError, InvariantError
 from asyncflow_core.flow.weights.protocol import (
     Commit,
     Compare,
@@ -20,6 +23,8 @@ from asyncflow_core.flow.weights.protocol import (
     Stage,
     WeightProtocol,
 )
+from asyncflow_core.flow.weights.switching import Switching
+from asyncflow_core.services.rollout import SwitchMode
 
 STAGE_S, COMMIT_S, ATTEMPTS, COMPARE_EVERY = 10.0, 5.0, 2, 3
 NAMES = ("r0", "r1", "r2")
@@ -371,6 +376,20 @@ def test_coming_version_is_staged_at_once_and_committed_when_it_is_whole():
     fails = [protocol.failed(i.replica, i.call, "again", 1e9)[0] for i in again]
     assert fails[0] == Fail("broken", 0, "again")
     assert (type(fails[1]), fails[1].replica) == (Stage, "failing")  # that it came did not count
+
+
+async def test_export_that_fails_before_it_begins_is_told_at_once():
+    class Trainer:
+        async def publish(self, version, life):
+            raise EngineError("out of memory")
+
+        async def coming(self, version, life):
+            await asyncio.Event().wait()
+
+    async with asyncio.TaskGroup() as group:
+        switching = Switching({}, Trainer(), SwitchMode.DRAIN, group, WeightSyncConfig(plugin="x"))
+        with pytest.raises(EngineError, match="out of memory"):
+            await asyncio.wait_for(switching.publish(1, 0, overlaps=True), 20)
 
 
 def test_version_that_never_came_whole_holds_up_nobody():

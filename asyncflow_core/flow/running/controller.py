@@ -182,7 +182,6 @@ class Controller:
         )
         if start.life:
             await supply.bring_back(start.life if self._rows_kept else 0, start.dropped)
-        group.create_task(supply.watch_drops())
         self._keep_alive(replicas, switching)
         group.create_task(replicas.run())
         return Parts(

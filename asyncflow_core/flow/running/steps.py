@@ -109,6 +109,7 @@ class Steps:
         self._totals.begun = True
         self._busy_before = (await parts.replicas.totals()).busy_s
         group.create_task(parts.supply.admit())
+        group.create_task(parts.supply.watch_drops())
         step = min(first + 1, steps)
         parts.waits.begin(f"step {step}", self._waiting, step=step)
         began = time.perf_counter()

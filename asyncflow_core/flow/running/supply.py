@@ -50,8 +50,9 @@ _SAID_IN_A_ROW = 3
 class Supply:
     """Feeds the store.
 
-    Concurrency: `admit` and `watch_drops` are a task each, the second for the whole run. Prompts
-    are made on a thread: a plugin may take its time, and the event loop serves every process.
+    Concurrency: `admit` and `watch_drops` are a task each, begun in this order: what a resumed run
+    drops early is of a batch that is admitted by then. Prompts are made on a thread: a plugin may
+    take its time, and the event loop serves every process.
     """
 
     def __init__(
@@ -217,7 +218,10 @@ class Supply:
     async def _fill(self, batch: int, groups: int) -> None:
         """Put groups of one batch: those that an earlier life assigned to it, then new ones."""
         if self._passed(batch):
-            return  # over-sampling: it was trained without them
+            # Over-sampling: trained without them. Or a store that kept all of it was quicker.
+            kept = self._again.pop(batch, ())
+            self.rows_put += len(kept) * self._config.workflow.group_size
+            return
         self._filling, self._trained = batch, frozenset()
         flow = self._config.workflow
         waiting = self._again.get(batch, deque())
@@ -300,11 +304,11 @@ class Supply:
                     await self._replace(dropped, dropped.batch)
 
     async def _replace(self, dropped: DroppedGroup, batch: int) -> None:
-        flow, trained = self._config.workflow, batch < self._version
-        if flow.order == "batches" and trained:
-            return  # over-sampling: its batch has what it needs
-        if not trained:
+        flow = self._config.workflow
+        if batch >= self._version:
             await self._write(dropped_record(batch, [dropped.group]))
+        if self._passed(batch):  # perhaps only now, while that was written
+            return  # over-sampling: its batch has what it needs
         self._dropped_in_a_row += 1
         limit = 10 * flow.groups_per_step
         if self._dropped_in_a_row > limit:

@@ -73,13 +73,17 @@ class Switching:
     async def publish(self, version: int, life: int, *, overlaps: bool = False) -> PublishedWeights:
         """Let the trainer publish; with `overlaps` replicas stage what comes while it does."""
         publishing = asyncio.ensure_future(self._trainer.publish(version, life))
+        begun = asyncio.ensure_future(self._trainer.coming(version, life)) if overlaps else None
         try:
-            coming = await self._trainer.coming(version, life) if overlaps else None
-            if coming is not None:
-                self._coming(coming)
+            if begun is not None:  # an export that fails before its first bucket never begins
+                await asyncio.wait({publishing, begun}, return_when=asyncio.FIRST_COMPLETED)
+                if not publishing.done() and (coming := begun.result()) is not None:
+                    self._coming(coming)
             weights = await publishing
         finally:
             publishing.cancel()
+            if begun is not None:
+                begun.cancel()
         self.published(weights)
         return weights
 
