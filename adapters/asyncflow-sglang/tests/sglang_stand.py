@@ -17,9 +17,11 @@ class Stand:
     orders of events that one would have to be lucky to meet.
 
     Attributes:
-        label: of the weights it serves.
+        label: of the weights it serves. stands: whether it is paused.
         gate: updates wait for it.
-        silent: requests get no token while it is cleared.
+        made: label that its tokens carry, where that is another.
+        talks: requests get no token while it is cleared.
+        hears: aborts wait for it.
         asked: bodies of /generate. called: paths.
         extra: further answers by path: (status, text).
     """
@@ -27,12 +29,13 @@ class Stand:
     def __init__(self, *, version="0.5.23", tempered=True, workers=1, refuses=0, broken=False):
         self.version, self.tempered, self.workers = version, tempered, workers
         self.refuses, self.broken = refuses, broken
-        self.label = "default"
+        self.label, self.stands = "default", False
         self.architectures = None
         self.asked, self.called, self.extra = [], [], {}
-        self.gate, self.talks = asyncio.Event(), asyncio.Event()
-        self.gate.set()
-        self.talks.set()
+        self.made = ""
+        self.gate, self.talks, self.hears = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self.gate, self.talks, self.hears):
+            event.set()
         self.port = 0
 
     async def __aenter__(self):
@@ -65,6 +68,9 @@ class Stand:
             "/model_info": self.model_info,
             "/server_info": self.server_info,
             "/generate": self.generate,
+            "/abort_request": self.abort,
+            "/pause_generation": self.pause,
+            "/continue_generation": self.go_on,
             "/update_weight_version": self.name,
             "/update_weights_from_disk": self.load,
         }
@@ -91,6 +97,18 @@ class Stand:
         self.label = asked["weight_version"]
         return await self.fine(request)
 
+    async def pause(self, request):
+        self.stands = True
+        return await self.fine(request)
+
+    async def go_on(self, request):
+        self.stands = False
+        return await self.fine(request)
+
+    async def abort(self, request):
+        await self.hears.wait()
+        return await self.fine(request)
+
     async def generate(self, request):
         asked = await request.json()
         temperature = asked["sampling_params"]["temperature"]
@@ -103,7 +121,7 @@ class Stand:
         meta = {
             "completion_tokens": 1,
             "output_token_logprobs": [[-1.0, 1, None]],
-            "weight_version": self.label,
+            "weight_version": self.made or self.label,
             "finish_reason": {"type": "length", "length": 1},
         }
         if self.refuses:

@@ -92,10 +92,13 @@ class Dispatch:
             PeerLostError: no server is left.
             ServiceTimeoutError: no server could take it in `wait_s`.
         """
-        futile, since = 0, time.monotonic()
+        futile, since = 0, 0.0  # attempts in a row without a token, and when the first ended
         while not trajectory.aborted:
+            asked = time.monotonic()
             name = await self._place(trajectory)
-            if name is None:
+            since += time.monotonic() - asked  # that wait has a limit of its own
+            if name is None or trajectory.aborted:  # it may be withdrawn right after it got a place
+                self._deal(self._routing.done(trajectory))
                 break
             try:
                 segment = await self._servers[name].serve(trajectory)
@@ -112,9 +115,10 @@ class Dispatch:
             if finish is not None and finish.status:
                 self._ended_by_itself(trajectory, finish, name)
             if segment.ids:
-                futile, since = 0, time.monotonic()
+                futile = 0
                 continue
             futile += 1
+            since = time.monotonic() if futile == 1 else since
             self._check_patience(trajectory, segment, name, tries=futile, since=since)
             await asyncio.sleep(min(0.1 * futile, _PAUSE_S))
         return self._completed(trajectory, "abort")
@@ -124,16 +128,21 @@ class Dispatch:
         return trajectory.completion(reason)
 
     def _take(self, trajectory: Trajectory, segment: Segment, server: Server | None) -> None:
-        """Add what a server made, if all of it came from weights of this rollout."""
+        """Add what a server made, if all of it came from weights of this rollout.
+
+        Else the segment is left as one that yielded nothing.
+        """
         runs = [(self._labels.version(label), count) for label, count in segment.spans]
         known = [(version, count) for version, count in runs if version is not None]
         if len(known) == len(runs):
             trajectory.extend(segment.ids, segment.logprobs, known)
             return
-        self.lost += len(segment.ids)
+        spans, self.lost = segment.spans, self.lost + len(segment.ids)
+        segment.ids, segment.logprobs, segment.spans = [], [], []
         segment.finish = None
+        segment.broke = f"tokens of weights that are not this rollout's: {spans}"
         if server is not None:
-            server.foreign(segment.spans)
+            server.foreign(spans)
 
     def _refused(self, trajectory: Trajectory, error: RefusedError, name: str) -> AsyncFlowError:
         message = f"request {trajectory.request.key}: {name} refuses it: {error}"
@@ -202,8 +211,9 @@ class Dispatch:
 
     @property
     def _hope(self) -> bool:
-        """Whether a server takes requests, full or not, or stands since it was told to."""
-        told = (server.usable and server.paused for server in self._servers.values())
+        """Whether a server takes requests, full or not, or does not since it was told so."""
+        servers = self._servers.values()
+        told = (server.usable and (server.paused or server.switching) for server in servers)
         return self._routing.any_open or any(told)
 
     def _check_hope(self, trajectory: Trajectory, waited: float) -> None:

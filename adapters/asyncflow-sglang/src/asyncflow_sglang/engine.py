@@ -147,16 +147,15 @@ class Engine:
     async def load(self, proof: Proof, *, flush: bool) -> None:
         """Let it load a version while it stands.
 
-        It names its weights unknown meanwhile: who is killed here, or gives up, leaves no half
-        version under a name that somebody trusts.
+        It names its weights unknown, before and after, until they are proven: who is killed here,
+        or gives up, leaves nothing under a name that somebody trusts.
 
         Raises:
             EngineError: the broadcast failed.
         """
-        held = proof.held
-        await self.rename(self._labels.loading)
-        label = self._labels.of(held.version)
-        await self._pusher.push(held, label, flush=flush, ranks=self.facts.ranks)
+        label = self._labels.loading
+        await self.rename(label)
+        await self._pusher.push(proof.held, label, flush=flush, ranks=self.facts.ranks)
 
     async def prove(self, proof: Proof) -> str:
         """Hold the version against what it shows; returns by what. Log-probs make it go on.

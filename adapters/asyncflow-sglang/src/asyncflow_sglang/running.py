@@ -31,6 +31,7 @@ class _Running:
         segment: what the server made of it.
         certain: of its tokens, those made before the first switch after it began.
         task: reads its tokens.
+        ended: set when it is off the server: an abort may go on after `task` has ended.
     """
 
     trajectory: Trajectory
@@ -39,6 +40,7 @@ class _Running:
     segment: Segment = field(default_factory=Segment)
     certain: int | None = None
     task: asyncio.Task[None] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Requests:
@@ -89,16 +91,23 @@ class Requests:
         body = trajectory.body(rid, label, seeds=seeds, interval=self._interval)
         running.task = asyncio.create_task(self._read(body, running.segment))
         try:
-            await asyncio.wait({running.task})
+            await self._follow(rid, running.task)
         finally:
-            if not running.task.done():
-                running.task.cancel()
-                await asyncio.gather(running.task, return_exceptions=True)
-                await self._abort(rid)
             del self._running[rid]
+            running.ended.set()
         if not running.task.cancelled():
             running.task.result()
         return self._certain(running)
+
+    async def _follow(self, rid: str, task: asyncio.Task[None]) -> None:
+        """To its end; who is cancelled takes the request off the server first."""
+        try:
+            await asyncio.wait({task})
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await self._abort(rid)
 
     async def _read(self, body: dict[str, object], segment: Segment) -> None:
         try:
@@ -155,18 +164,17 @@ class Requests:
             if trajectories is None or running.trajectory in trajectories
         }
         await asyncio.gather(*(self._abort(rid) for rid in chosen))
-        while tasks := {r.task for rid, r in chosen.items() if rid in self._running and r.task}:
+        while tasks := {r.task for r in chosen.values() if r.task and not r.task.done()}:
             _, left = await asyncio.wait(tasks, timeout=_HANG_UP_S)
             # An abort that overtook its request has no effect, nor has a second one: hang up.
             for task in left:
                 task.cancel()
-            await asyncio.sleep(0)
+        await asyncio.gather(*(running.ended.wait() for running in chosen.values()))
 
     async def drained(self) -> None:
         """Until none is left."""
-        while tasks := {r.task for r in self._running.values() if r.task}:
-            await asyncio.wait(tasks)
-            await asyncio.sleep(0)
+        while self._running:
+            await asyncio.gather(*(running.ended.wait() for running in self._running.values()))
 
     async def settled(self) -> None:
         """Until no token came for a moment; those made before a pause are still on their way."""

@@ -145,7 +145,11 @@ class Server:
         return self._engine.facts if self._greeted else None
 
     def foreign(self, spans: list[tuple[str, int]]) -> None:
-        """It served weights that are not of this rollout."""
+        """It, or another behind the router, served weights that are not of this rollout."""
+        if self._options.router is not None:
+            _log.warning("%s, or another behind the router, made tokens of %s", self.name, spans)
+            self._nudge.set()  # each tells by its own name whether it was that one
+            return
         if self.usable:  # else it was seen before
             self._takings += not all(self._restarted(label) for label, _ in spans)
         self._doubt(f"it made tokens with the weights {spans}")
@@ -208,20 +212,22 @@ class Server:
     async def _turn(self) -> None:
         before = self.health.state
         await self._look()
-        if self.health.state is State.LOST and before is not State.LOST:
-            await self._lose()
-        elif self.usable and not self._current and not self.switching:
+        if self.usable and not self._current and not self.switching:
             self.health.doubted("other weights should serve", time.monotonic())
         if self.health.state is State.STALE and not self.control.locked():
             await self._bring_up()
+        # Last, since a server that cannot be brought up counts as lost, too.
+        if self.health.state is State.LOST and before is not State.LOST:
+            await self._lose()
 
     async def _look(self) -> None:
         if self._process is not None and (ended := self._process.ended):
             self.health.lost(ended, time.monotonic())
             return
+        switching = self.switching  # then or now: the answer may tell of what was before
         try:
             label = await self._engine.label(timeout_s=self._options.poll_timeout_s)
-            if not self.switching:
+            if not switching and not self.switching:
                 self._answered(label)
         except UnreachableError as error:
             self.health.missed(str(error), time.monotonic(), refused=error.refused)
@@ -356,9 +362,16 @@ class Server:
         await self._engine.hold("in_place" if in_place else "retract")
         self.requests.switched()
         await self._engine.load(proof, flush=not in_place)
-        how = await self._engine.prove(proof)
+        try:
+            how = await self._engine.prove(proof)
+        except (AsyncFlowError, RefusedError):
+            if not self._engine.stands:  # log-probs made it go on
+                await self._engine.hold("retract")
+            raise
+        label = self._labels.of(version)
+        await self._engine.rename(label)
         await self._settle()
-        self.health.confirmed(self._labels.of(version), time.monotonic())
+        self.health.confirmed(label, time.monotonic())
         _log.info(
             "%s serves version %d (by %s, proven by %s) after %.2f s",
             self.name,
