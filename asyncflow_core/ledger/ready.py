@@ -88,6 +88,10 @@ class ReadyQueue:
             ):  # as they were put, not as they came
                 self.push(block)
 
+    def opened(self) -> list[int]:
+        """Batches that `open` was told of, or that opened themselves."""
+        return sorted(self._opened)
+
     def discard(self, block: Block) -> None:
         """Take a block out, if it is there."""
         if self._closed and block.batch in self._closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from asyncflow_core.errors import ConfigError, DataError, UnsupportedCapabilityError
@@ -76,6 +76,15 @@ class TaskTable:
         """Rows in a task's queue; None of one that is not registered."""
         task = self._tasks.get(name)
         return None if task is None else task.ready
+
+    def opened(self, name: str) -> list[int]:
+        """Batches of which a task with `batch_groups` gets all that is left."""
+        return self._tasks[name].queue.opened()
+
+    def open(self, name: str, batches: Iterable[int]) -> None:
+        """From now on a task gets all that is left of these batches."""
+        for batch in batches:
+            self._tasks[name].queue.open(batch)
 
     def for_lease(self, name: str, version: int | None) -> Task:
         """The task, if its order agrees with whether there is a version."""

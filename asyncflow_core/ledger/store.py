@@ -446,6 +446,14 @@ class Ledger(Changes):
         """Rows of a task that are ready; None of one that is not registered."""
         return self._tasks.ready_rows(task)
 
+    def opened(self, task: str) -> list[int]:
+        """Batches of a task with `batch_groups` that were whole once: it gets what is left."""
+        return self._tasks.opened(task)
+
+    def open(self, task: str, batches: Iterable[int]) -> None:
+        """They were whole in the life before, for shells that outlive a process."""
+        self._tasks.open(task, batches)
+
     def block(self, number: int) -> Block:
         """A block of which a row lives."""
         return self._blocks[number]

@@ -45,10 +45,11 @@ class Method:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One call under way; `why` says what ended it from outside."""
+    """One call under way; `why`: what ended it from outside. `begun`: it took its first step."""
 
     timeout_s: float | None
     task: asyncio.Task[None] | None = None
+    begun: bool = False
     timer: asyncio.TimerHandle | None = None
     why: Literal["", "timeout", "cancelled"] = ""
     credit: int = 0
@@ -100,8 +101,10 @@ def cancel(running: Running, why: Literal["timeout", "cancelled"]) -> None:
     """End it from outside; the first reason counts."""
     if not running.why and running.task is not None:
         running.why = why
-        # Not before its first step: what the call holds would never be let go.
-        asyncio.get_running_loop().call_soon(running.task.cancel)
+        if running.begun:  # at once: what comes in the same turn is not for it
+            running.task.cancel()
+        else:  # not before its first step: what the call holds would never be let go
+            asyncio.get_running_loop().call_soon(running.task.cancel)
 
 
 def window_of(rest: list[Any]) -> int:

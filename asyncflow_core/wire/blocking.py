@@ -185,6 +185,10 @@ class BlockingClient:
             raise value
         return value if returns is Any else builder(strict=False).build(returns, value, "result")
 
+    def under_way(self, number: int) -> bool:
+        """Whether a call's result may still be waited for."""
+        return number in self._waiting
+
     def answered(self, number: int) -> bool:
         """Whether a call's result has come; takes what has come, without waiting."""
         while number not in self._results and self._take(0.0):

@@ -318,6 +318,7 @@ class Server:
             work = self._call(peer, number, running, name, method, arguments)
             start_timer(running)
         running.task = task = asyncio.create_task(work, name=name)
+        asyncio.get_running_loop().call_soon(setattr, running, "begun", True)
         self._tasks.add(task)
 
         # Not in the coroutine: one that is cancelled before its first step never runs at all.

@@ -11,7 +11,9 @@ from asyncflow_core.batch import Batch, Column, GroupKey
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.aio import eventually
+from asyncflow_core.wire import Peer
 from asyncflow_store_zmq.blocking import BlockingStore
+from asyncflow_store_zmq.handouts import Handouts
 
 from .conftest import TOKEN
 
@@ -62,6 +64,32 @@ async def test_row_goes_to_the_next_when_the_first_waiter_left(store):
     await put(store, 0)
     assert sequences(await second) == [0]
     assert (await store.stats()).tasks["train"].leased == 1
+
+
+async def test_rows_for_a_waiter_cancelled_as_they_came_go_to_the_next():
+    rows, followed = [], []
+
+    def lease(m):
+        return [rows.pop()] if rows else None
+
+    def follow():
+        followed.append(len(rows))
+        handouts.serve("train")
+
+    handouts = Handouts(lease, rows.extend, lambda _: len(rows), follow)
+    call = ["train", "r", None, None, None, "fifo", 60.0, 30.0]
+    first, second = (
+        asyncio.create_task(handouts.wait(call, Peer(b"", name), lambda found: found).wait())
+        for name in ("first", "second")
+    )
+    await asyncio.sleep(0)
+    rows.append("row")
+    handouts.serve("train")
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await asyncio.wait_for(second, 30) == ["row"]
+    assert followed == [1]
 
 
 async def test_all_waiters_learn_that_their_task_ended(store):

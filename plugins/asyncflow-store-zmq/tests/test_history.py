@@ -25,7 +25,7 @@ from asyncflow_store_zmq.table import Table
 
 GENERATE = TaskSpec("generate", ("prompt_ids",), KIT_GENERATE.writes, order=Order.ADMITTED)
 SCORE = TaskSpec("score", ("response_ids",), ("reward",))
-RANK = TaskSpec("rank", ("reward",), ("rank",), whole_groups=True)
+RANK = TaskSpec("rank", ("reward",), ("rank",), whole_groups=True, batch_groups=2)
 TRAIN = TaskSpec("train", ("response_ids", "rank"), order=Order.STEP)
 TASKS = (GENERATE, SCORE, RANK, TRAIN)
 
@@ -101,7 +101,8 @@ def state(table):
         for version, rows_of in table.lineage.made.get(block.number, {}).items()
         for row in positions_in(rows_of & block.alive)
     }
-    return rows, kept, made, table.ledger.stats().rows_dropped, table.pool.nbytes
+    opened = {t.name: table.ledger.opened(t.name) for t in table.tasks() if t.batch_groups}
+    return rows, kept, made, opened, table.ledger.stats().rows_dropped, table.pool.nbytes
 
 
 class History(RuleBasedStateMachine):
@@ -239,6 +240,16 @@ History.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestHistory = History.TestCase
+
+
+def test_batch_that_was_whole_once_gives_what_is_left_after_a_snapshot():
+    history = History()
+    table = history.table
+    table.register(TaskSpec("turn", ("prompt_ids",), whole_groups=True, batch_groups=3))
+    history.put(first=0, count=3, samples=1)
+    table.drop(0.0, [Key(0, 0, 1, 0)], "bad")
+    for after in (table, again(history.records), again(snapshot.records(table))):
+        assert after.lease(0.0, "turn", "me").rows.shape[1] == 2
 
 
 def test_replay_without_a_shards_memory_drops_its_rows_with_a_reason():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncflow_core.batch import Batch, Column, GroupKey
-from asyncflow_core.errors import DataError, LeaseLostError, PeerLostError
+from asyncflow_core.errors import DataError, LeaseLostError, PeerLostError, ServiceTimeoutError
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.aio import eventually
 from asyncflow_store_zmq.blocking import BlockingStore
@@ -88,6 +88,100 @@ async def test_cancelled_step_of_an_async_reader_loses_no_row(store):
     await reader.commit(item, rewards(item))
     await reader.aclose()
     assert (await store.stats()).rows == 0
+
+
+@pytest.mark.parametrize("prefetch_rows", [0, 4])
+async def test_reader_cancelled_at_any_step_still_reads_its_total(store, prefetch_rows):
+    await store.register(SCORE)
+    connection, number = store._connection, 0
+    whole = connection._do
+
+    async def read(fails):
+        nonlocal number
+        await store.put(groups(0, 20), keys=keys(100 * fails, 20))
+        reader = store.reader(
+            "score", ["x"], requester="r", limit_rows=4, total_rows=13,
+            prefetch_rows=prefetch_rows,
+        )  # fmt: skip
+        number = 0
+
+        async def do(step, returns):
+            nonlocal number
+            number += 1
+            if number == fails:
+                raise asyncio.CancelledError
+            return await whole(step, returns)
+
+        connection._do = do
+        rows, over = 0, False
+        while not over:
+            try:
+                item = await anext(reader, None)
+                over = item is None
+                rows += 0 if over else len(item)
+            except asyncio.CancelledError:
+                assert number == fails
+        connection._do = whole
+        await store.evict("r")
+        left = await store.lease("score", requester="s")
+        await store.drop([info.key for info in left.rows], reason="over")
+        return rows, len(left.rows)
+
+    fails, found = 0, []
+    while number >= fails:
+        found.append(await read(fails))
+        fails += 1
+    assert len(found) > 4
+    assert set(found) == {(13, 20)}
+
+
+async def test_waiting_for_an_answer_that_was_begun_ends_and_may_be_tried_again(store, monkeypatch):
+    await store.register(SCORE)
+    reader = store.reader("score", ["x"], requester="r", limit_rows=1, wait_s=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncflow_store_zmq.connection._TIMEOUT_S", -0.95)
+        with pytest.raises(ServiceTimeoutError):
+            await anext(reader)
+    await store.put(groups(0, 1), keys=keys(0, 1))
+    assert len(await anext(reader)) == 1
+    await reader.aclose()
+
+
+@pytest.mark.multiproc
+async def test_task_ended_while_the_controller_is_dead_is_gone_in_the_next_life(tmp_path):
+    options = ZmqOptions(durability="journal", directory=tmp_path / "kept", shards=1, restarts=5)
+    async with ZmqDataStore(options) as owner:
+        scoring = await owner.register(SCORE)
+
+        def use():
+            token = owner.attach_options()["token"]
+            with BlockingStore(owner.address, token=token, reconnect_s=60.0) as store:
+                handle = store.register(TRAIN)
+                kill(owner)
+                store.end(handle)
+
+        await asyncio.to_thread(use)
+        assert list((await owner.stats()).tasks) == ["score"]
+        await asyncio.to_thread(kill, owner)
+        await scoring.aclose()
+        assert not (await owner.stats()).tasks
+
+
+async def test_lease_of_a_life_before_is_lost_without_durability_too(serve):
+    async def hold(store):
+        await store.register(SCORE)
+        await store.put(groups(0, 1), keys=keys(0, 1))
+        return await store.lease("score", requester="r")
+
+    async with serve() as options, ZmqDataStore(ZmqOptions(**options)) as store:
+        old = await hold(store)
+    async with serve() as options, ZmqDataStore(ZmqOptions(**options)) as store:
+        new = await hold(store)
+        assert new.lease_id != old.lease_id
+        assert await store.renew([old.lease_id, new.lease_id], lease_s=60.0) == (old.lease_id,)
+        with pytest.raises(LeaseLostError):
+            await store.commit(old.ref())
+        assert (await store.stats()).tasks["score"].leased == 1
 
 
 def test_blocking_store_evicts_what_a_requester_holds(tmp_path):

@@ -12,12 +12,14 @@ from asyncflow_core.errors import (
     ConfigError,
     DataError,
     LeaseLostError,
+    PeerLostError,
     ServiceClosedError,
     ServiceTimeoutError,
 )
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.testing.data_store import prompts, rewards
 from asyncflow_store_zmq.blocking import BlockingStore
+from asyncflow_store_zmq.memory import Call, NoAnswerError
 
 LOG = TaskSpec("log", ("prompt_ids",))
 SCORE = TaskSpec("score", ("prompt_ids",), ("reward",))
@@ -193,6 +195,108 @@ async def test_writer_refusal_is_raised_at_flush(use):
     await use(run)
 
 
+@pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+async def test_writer_goes_on_after_a_put_that_found_no_room_in_time(serve, tcp):
+    def run(store):
+        store.register(LOG)
+        writer = store.writer(wait_s=0.05, in_flight=8)
+        writer.put(prompts(4), keys=keys(0, 4))
+        writer.put(prompts(2), keys=keys(4, 2))  # it is full
+        writer.put(prompts(1), keys=keys(6, 1))
+        for _ in range(2):
+            with pytest.raises(ServiceTimeoutError, match="for room"):
+                writer.flush()
+        store.commit(store.lease("log", requester="r").ref())
+        writer.put(prompts(3), keys=keys(4, 3))
+        return writer.flush(), store.stats()
+
+    async with serve(capacity_rows=4, tcp=tcp) as options:
+
+        def use():
+            with BlockingStore(options["connect"], token=options["token"]) as store:
+                return run(store)
+
+        result, stats = await asyncio.to_thread(use)
+    assert (result.stored, result.known) == (7, 0)
+    assert (stats.rows, stats.waiting_puts) == (3, 0)
+
+
+def lend():
+    """Steps: memory of the smallest size; shard, slot and bytes."""
+    return (yield Call("store.lend", [1, []]))
+
+
+async def test_puts_that_find_no_room_in_time_keep_no_memory(serve):
+    def run(options):
+        with BlockingStore(options["connect"], token=options["token"]) as store:
+            store.register(LOG)
+            store.put(prompts(2), keys=keys(0, 2))
+        with BlockingStore(options["connect"], token=options["token"]) as store:
+            slots = [store._connection.run(lend())[1]]
+            for _ in range(20):
+                with pytest.raises(ServiceTimeoutError, match="for room"):
+                    store.put(prompts(1), keys=keys(2, 1), wait_s=0.001)
+            slots.append(store._connection.run(lend())[1])
+            return slots
+
+    async with serve(capacity_rows=2) as options:
+        slots = await asyncio.to_thread(run, options)
+    assert slots[1] - slots[0] < 20
+
+
+@pytest.mark.parametrize("prefetch_rows", [0, 3, 64])
+async def test_reader_whose_steps_fail_anywhere_still_reads_its_total(use, prefetch_rows):
+    """As the n-th message of a reader finds the store gone, for every n."""
+
+    def run(store):
+        store.register(LOG)
+        connection, number = store._connection, 0
+        whole = connection._do
+
+        def read(fails):
+            nonlocal number
+            store.put(prompts(20), keys=keys(100 * fails, 20))
+            reader = store.reader(
+                "log", ["prompt_ids"], requester="r", limit_rows=4, total_rows=13,
+                prefetch_rows=prefetch_rows,
+            )  # fmt: skip
+            number = 0
+
+            def do(step):
+                nonlocal number
+                number += 1
+                if number == fails:
+                    raise PeerLostError("gone for this once")
+                return whole(step)
+
+            connection._do = do
+            rows, over = 0, False
+            while not over:
+                try:
+                    item = next(reader, None)
+                    over = item is None
+                    if item is not None:
+                        rows += len(item)
+                        reader.commit(item)
+                except PeerLostError:
+                    assert number == fails
+            reader.close()
+            connection._do = whole
+            left = store.lease("log", requester="s")
+            store.commit(left.ref())
+            return rows, len(left.rows), store.stats().tasks["log"].leased
+
+        fails, found = 0, []
+        while number >= fails:
+            found.append(read(fails))
+            fails += 1
+        return found
+
+    found = await use(run)
+    assert len(found) >= 6
+    assert set(found) == {(13, 7, 0)}
+
+
 async def test_blocking_store_closed_says_so(use):
     def run(store):
         store.close()
@@ -230,7 +334,7 @@ async def test_reader_whose_answers_come_late_forgets_no_commit_they_carry(use):
             if number in waited or call.method != "store.turn":
                 return patient(number, call)
             waited.add(number)
-            return connection._clients[-1].wait(number, timeout_s=0.0)
+            raise NoAnswerError("not yet", service="store")
 
         connection.wait = wait
         seen = []

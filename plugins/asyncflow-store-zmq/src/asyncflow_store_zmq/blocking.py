@@ -103,7 +103,8 @@ class BlockingStore:
     def _run(self, begin: Callable[[Session], Steps]) -> Any:
         """Do a session's steps; all of them again where the store died meanwhile and came back.
 
-        That is safe: a put is known by its keys, and leases of an earlier life are lost.
+        That is safe: a put is known by its keys, and leases of an earlier life are lost, for no
+        two lives count them alike.
         """
         while True:
             connection = self._opened
@@ -158,10 +159,12 @@ class BlockingStore:
     def end(self, handle: str) -> None:
         """End a registration, by what `register` gave."""
         kept = next((kept for kept in self._kept if handle in (kept.handle, kept.first)), None)
-        if kept is not None:
-            self._kept.remove(kept)
-            handle = kept.handle
-        self._run(lambda session: session.end(handle))
+        if kept is None:
+            self._run(lambda session: session.end(handle))
+            return
+        # Until it is answered it is kept: a next life that did not hear of it knows it by another.
+        self._run(lambda session: session.end(kept.handle))
+        self._kept.remove(kept)
 
     def put(
         self,

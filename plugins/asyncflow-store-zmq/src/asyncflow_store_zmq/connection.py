@@ -10,12 +10,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from asyncflow_core.errors import AsyncFlowError, PeerLostError
+from asyncflow_core.errors import AsyncFlowError, PeerLostError, ServiceTimeoutError
 from asyncflow_core.services.data_store import TaskSpec
 from asyncflow_core.wire import BlockingClient, Client, KeyPair
 from asyncflow_store_zmq.lane import lane_of
 from asyncflow_store_zmq.lane_client import LaneClient
-from asyncflow_store_zmq.memory import Await, Begin, Call, StreamSteps
+from asyncflow_store_zmq.memory import Await, Begin, Call, NoAnswerError, StreamSteps
 from asyncflow_store_zmq.session import Session
 
 __all__ = [
@@ -119,9 +119,18 @@ class Connection:
         if isinstance(step, Begin):
             begun = asyncio.create_task(self.call(step.call._replace(wait_s=None)))
             begun.add_done_callback(_see)
-            await asyncio.sleep(0)  # until it is on its way
+            try:
+                await asyncio.sleep(0)  # until it is on its way
+            except asyncio.CancelledError:
+                begun.cancel()  # nobody has its handle
+                raise
             return begun
-        return await asyncio.shield(step.handle)
+        wait_s = step.call.wait_s
+        timeout_s = None if wait_s is None else wait_s + _TIMEOUT_S
+        await asyncio.wait((step.handle,), timeout=timeout_s)  # which leaves it under way
+        if not step.handle.done():
+            raise NoAnswerError(f"no answer from the store within {timeout_s} s", service="store")
+        return step.handle.result()
 
     async def call(self, call: Call, returns: Any = Any) -> Any:
         """Make one."""
@@ -219,8 +228,14 @@ class BlockingConnection:
         return client.send(call.method, {"m": call.arguments}, timeout_s=timeout_s)
 
     def wait(self, number: int, call: Call) -> Any:
-        """Its result."""
-        return self._clients[call.shard].wait(number, timeout_s=_deadline_s(call) + 1.0)
+        """Its result; `NoAnswerError` where it may be waited for again."""
+        client = self._clients[call.shard]
+        try:
+            return client.wait(number, timeout_s=_deadline_s(call) + 1.0)
+        except ServiceTimeoutError as error:
+            if client.under_way(number):
+                raise NoAnswerError(str(error), service=error.service) from error
+            raise
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

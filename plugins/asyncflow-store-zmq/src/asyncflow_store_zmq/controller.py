@@ -33,7 +33,7 @@ from asyncflow_store_zmq.incoming import Incoming
 from asyncflow_store_zmq.lane import lane_of
 from asyncflow_store_zmq.lane_server import LaneServer
 from asyncflow_store_zmq.packed import facts_of, keys_of, load_rows
-from asyncflow_store_zmq.payload import Written
+from asyncflow_store_zmq.payload import Handout, Written
 from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.shard import message
 from asyncflow_store_zmq.spec import StoreSpec
@@ -77,7 +77,7 @@ class Controller:
             policies=_policies(spec.lease_policies),
         )
         self._handouts = Handouts(
-            self._try_lease, self._table.ledger.ready_rows, lambda: self._follow()
+            self._try_lease, self._give_back, self._table.ledger.ready_rows, lambda: self._follow()
         )
         self._room, self._drops, self._announced = Pulse(), Pulse(), Pulse()
         self._weights: list[Any] = [-1, None]  # the newest version that was announced
@@ -227,11 +227,13 @@ class Controller:
             self._table.end_put(put, self._clock())
             raise
         if self._turn.locked() or not self._table.advance_put(put):
-            return self._wait_put(put, wait_s, lent)
+            return self._wait_put(put, wait_s, lent, peer)
         self._table.end_put(put, self._clock())
         return [put.stored, len(put.keys) - put.stored, lent]
 
-    async def _wait_put(self, put: Incoming, wait_s: float | None, lent: Any) -> list[Any]:
+    async def _wait_put(
+        self, put: Incoming, wait_s: float | None, lent: Any, peer: Peer
+    ) -> list[Any]:
         self._waiting_puts += 1
         try:
             async with asyncio.timeout(wait_s), self._turn:
@@ -239,6 +241,8 @@ class Controller:
                     self._follow()
                     await self._room.wait(None)
         except TimeoutError:
+            if lent is not None and peer.alive:  # its client does not hear of it
+                self._memory([[lent[:2]], 0], peer)
             raise ServiceTimeoutError(
                 f"put waited {wait_s} s for room; {put.stored} of {len(put.keys)} groups are "
                 f"stored; put the same groups again, stored ones are skipped"
@@ -291,6 +295,10 @@ class Controller:
             lease_s=lease_s,
         )
         return None if handout is None else [*handout, now + lease_s]
+
+    def _give_back(self, found: list[Any]) -> None:
+        lease_id, rows = found[0], Handout(*found[:-1]).rows[0]
+        self._table.release(self._clock(), BatchRef(lease_id, lease_id, tuple(rows.tolist())))
 
     def hurry(self, m: list[Any], peer: Peer) -> None:
         """[task, requester]: its hand-outs that wait end, with nothing."""

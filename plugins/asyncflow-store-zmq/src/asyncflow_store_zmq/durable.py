@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,18 @@ __all__ = ["Durable", "first_lease"]
 
 _log = logging.getLogger(__name__)
 _LIFE_BITS = 40
+_DRAWN_BITS = 22
+"""With those above, a signed number of 64 bits."""
 _SHORTEN_BYTES = 64 << 20
 
 
 def first_lease(spec: StoreSpec) -> int:
-    """Above every lease number of an earlier life; counts lives in a file."""
+    """Apart from every lease number of an earlier life: above, by a file that counts lives.
+
+    Without durability there is no file, and a store started again by hand draws another number.
+    """
     if spec.durability == "none":
-        return 0
+        return secrets.randbits(_DRAWN_BITS) << _LIFE_BITS
     path = Path(spec.directory) / "life"
     life = _life(path) + 1
     new = path.with_suffix(".new")
@@ -176,7 +182,13 @@ class Durable:
         return value
 
     async def _answer_later(self, value: Awaitable[Any]) -> Any:
-        return await self._answer_synced(await value)
+        answer = await value
+        try:
+            return await self._answer_synced(answer)
+        except asyncio.CancelledError:
+            if isinstance(value, Later):
+                value.cancel()
+            raise
 
     async def _answer_synced(self, value: Any) -> Any:
         self._check()

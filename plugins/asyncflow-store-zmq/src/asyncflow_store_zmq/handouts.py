@@ -20,15 +20,21 @@ class Later:
     brought the rows, and who waits for them has waited that much longer.
     """
 
-    __slots__ = ("_abandon", "_came", "_error", "_tell", "_value")
+    __slots__ = ("_abandon", "_came", "_error", "_future", "_tell", "_value")
 
     def __init__(self, abandon: Callable[[], None]) -> None:
-        """Nobody waits yet; `abandon` is called when who asked does not wait any more."""
+        """Nobody waits yet; `abandon` is called when who asked does not want it any more."""
         self._abandon = abandon
         self._tell: Callable[[Any, Exception | None], None] | None = None
+        self._future: asyncio.Future[Any] | None = None
         self._came = False
         self._value: Any = None
         self._error: Exception | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the task that waits was cancelled; it goes on in a later turn of the loop."""
+        return self._future is not None and self._future.cancelled()
 
     def then(self, tell: Callable[[Any, Exception | None], None]) -> None:
         """Call with the answer, or with the error that came instead."""
@@ -43,7 +49,7 @@ class Later:
             self._tell(value, error)
 
     def cancel(self) -> None:
-        """Who asked does not wait any more."""
+        """Who asked does not want it any more, though it may have come."""
         self._abandon()
 
     async def wait(self) -> Any:
@@ -53,6 +59,7 @@ class Later:
     def __await__(self) -> Generator[Any, None, Any]:
         """As `wait`."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._future = future
 
         def tell(value: Any, error: Exception | None) -> None:
             if future.done():  # cancelled
@@ -65,19 +72,20 @@ class Later:
         self.then(tell)
         try:
             return (yield from future)
-        finally:
-            if not self._came:
-                self._abandon()
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancel()
+            raise
 
 
 class _Waiting:
     """One of them; `m` is the call, see `Controller.lease`."""
 
-    __slots__ = ("later", "m", "peer", "shape", "timer")
+    __slots__ = ("found", "later", "m", "peer", "shape", "timer")
 
     def __init__(self, m: list[Any], peer: Peer, shape: Shape) -> None:
         self.m, self.peer, self.shape = m, peer, shape
         self.later: Later | None = None
+        self.found: list[Any] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -87,6 +95,7 @@ class Handouts:
     def __init__(
         self,
         lease: Callable[[list[Any]], list[Any] | None],
+        give_back: Callable[[list[Any]], None],
         ready: Callable[[str], int | None],
         follow: Callable[[], None],
     ) -> None:
@@ -94,10 +103,12 @@ class Handouts:
 
         Args:
             lease: makes a hand-out, if it can.
+            give_back: takes one back.
             ready: rows of a task that are ready; None of one that ended.
-            follow: does what follows from a hand-out that was made by the time.
+            follow: does what follows from a hand-out that was made, or taken back, by the time.
         """
-        self._lease, self._ready, self._follow = lease, ready, follow
+        self._lease, self._give_back = lease, give_back
+        self._ready, self._follow = ready, follow
         self._waiting: dict[str, dict[_Waiting, None]] = {}  # in place of sets, for the order
 
     def wait(self, m: list[Any], peer: Peer, shape: Shape) -> Later:
@@ -133,7 +144,8 @@ class Handouts:
         """Whether it ended."""
         found: list[Any] | None = None
         error: Exception | None = None
-        if waiting.peer.alive:
+        assert waiting.later is not None
+        if waiting.peer.alive and not waiting.later.cancelled:
             try:
                 found = self._lease(waiting.m)
             except Exception as failure:  # noqa: BLE001 - crosses to the caller
@@ -148,12 +160,16 @@ class Handouts:
     ) -> None:
         self._forget(waiting)
         assert waiting.later is not None
+        waiting.found = found
         waiting.later.come(None if error else waiting.shape(found), error)
         self._stop(waiting)  # after the answer, for which somebody waits
 
     def _abandon(self, waiting: _Waiting) -> None:
         self._forget(waiting)
         self._stop(waiting)
+        if waiting.found is not None:  # cancelled in the very turn of the loop in which it came
+            self._give_back(waiting.found)
+            self._follow()
 
     def _forget(self, waiting: _Waiting) -> None:
         here = self._waiting.get(waiting.m[0], {})

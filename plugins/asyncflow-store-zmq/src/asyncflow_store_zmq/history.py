@@ -9,7 +9,7 @@ A record is a plain list that begins with its kind:
     drop keys reason
     checkpoint version
     restore version
-    known, drops, segment, block                           a snapshot's, see `snapshot.py`
+    known, drops, opened, segment, block                   a snapshot's, see `snapshot.py`
 
 Rows are named by key, for numbers are of one life only. A segment is [shard, slot, units, start,
 nbytes, rows, layout]. Numbers in bulk are little-endian bytes.
@@ -45,7 +45,7 @@ __all__ = [
 
 _KINDS = frozenset((
     "shards", "task", "leave", "put", "commit", "drop", "checkpoint", "restore", "known", "drops",
-    "segment", "block",
+    "opened", "segment", "block",
 ))  # fmt: skip
 LOST = "lost with the memory of its shard"
 
@@ -224,6 +224,9 @@ class Replay:
 
     def _drops(self, rows: dict[str, int], groups: Any) -> None:
         self.table.ledger.drop_log().load(rows, groups)
+
+    def _opened(self, task: str, batches: bytes) -> None:
+        self.table.ledger.open(task, unpack(batches))
 
     def _segment(self, number: int, place: list[Any]) -> None:
         segment = self._segment_at(place)

@@ -123,6 +123,10 @@ class LaneClient:
             raise value
         return value
 
+    def under_way(self, number: int) -> bool:
+        """Whether a call's result may still be waited for."""
+        return number in self._waiting
+
     def _take(self, deadline: float) -> None:
         match self._next(deadline):
             case [int(number), value]:

@@ -39,7 +39,7 @@ Answer = Callable[[list[Any], Peer], Any]
 
 
 class LaneServer:
-    """Answers calls at a socket's path. All on one event loop; a call that waits gets a task."""
+    """Answers calls at a socket's path. All on one event loop, without tasks where it can."""
 
     def __init__(self, path: Path, *, token: str, methods: Mapping[str, Answer]) -> None:
         """Prepare; `open` listens.
@@ -47,7 +47,8 @@ class LaneServer:
         Args:
             path: of the socket, in a directory that is nobody else's.
             token: secret of the store.
-            methods: name to what answers it: with a value, or a coroutine that gives it later.
+            methods: name to what answers it: with a value, with a `Later`, or with a
+                coroutine that gives it later, which gets a task.
         """
         self._path = path
         self._methods = methods

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow_core.batch import Column
-from asyncflow_core.errors import DataError, LeaseLostError
+from asyncflow_core.errors import DataError, LeaseLostError, ServiceTimeoutError
 from asyncflow_store_zmq.arena import UNIT, Arena
 from asyncflow_store_zmq.extents import LARGE_BYTES, LENT_BYTES
 from asyncflow_store_zmq.layout import Layout, Packed, Piece, finish, take
@@ -32,6 +32,7 @@ __all__ = [
     "FrameMemory",
     "Lent",
     "Memory",
+    "NoAnswerError",
     "SharedMemory",
     "Space",
     "Steps",
@@ -58,10 +59,14 @@ class Begin(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Wait for a call that was begun."""
+    """Wait for a call that was begun; raises `NoAnswerError` when that takes too long."""
 
     handle: Any
     call: Call
+
+
+class NoAnswerError(ServiceTimeoutError):
+    """No answer yet, unlike a timeout that the store itself answers; it may be waited for again."""
 
 
 Steps = Generator[Call, Any, Any]

@@ -25,13 +25,13 @@ from asyncflow_core.errors import (
 )
 from asyncflow_core.services.data_store import Lease, RowInfo
 from asyncflow_store_zmq.handed import Handed
-from asyncflow_store_zmq.memory import Await, Begin, Call, Lent, StreamSteps
+from asyncflow_store_zmq.memory import Await, Begin, Call, Lent, NoAnswerError, StreamSteps
 from asyncflow_store_zmq.session import Session
 
 __all__ = ["HandoutStream", "MicroBatch", "cut"]
 
 # Of these an answer may still come, or a next life of the store.
-_UNKNOWN = (ServiceTimeoutError, PeerLostError, ServiceClosedError)
+_UNKNOWN = (NoAnswerError, PeerLostError, ServiceClosedError)
 
 
 class MicroBatch:
@@ -75,6 +75,14 @@ class _Asked(NamedTuple):
     call: Call
     commits: list[tuple[list[Any], Lent | None]]
     lease: list[Any] | None
+    start: float
+
+
+class _Come(NamedTuple):
+    """A hand-out that has come and is not yet cut: its answer, and what asked for it when."""
+
+    reply: list[Any]
+    asked: list[Any]
     start: float
 
 
@@ -130,6 +138,7 @@ class HandoutStream:
         exact = total_rows is None or rows is not None
         self._ahead = 2 if prefetch_rows and exact else 1
         self._asked: deque[_Asked] = deque()
+        self._come: _Come | None = None
         self._ready: deque[MicroBatch] = deque()
         self._done: list[tuple[list[Any], Lent | None]] = []
         self._wanted = 0.0  # rows asked for and not yet here
@@ -144,6 +153,9 @@ class HandoutStream:
             AsyncFlowError: an earlier commit was refused; the reader goes on if it is asked again.
         """
         while not self._ready:
+            yield from self._receive()  # of a step that was cut off
+            if self._ready:
+                break
             yield from self._ask_ahead()
             if not self._asked:
                 break
@@ -167,6 +179,7 @@ class HandoutStream:
         """Tell the store what is done, and wait until it knows."""
         if self._done:
             yield from self._ask(0)
+        yield from self._receive()
         while self._asked:
             yield from self._take()
         self._raise_failure()
@@ -193,6 +206,7 @@ class HandoutStream:
         self.session = session
         self._left += unread
         self._wanted = 0.0
+        self._come = None
         for kept in (self._ready, self._asked, self._done):
             kept.clear()
         if unknown:
@@ -239,7 +253,8 @@ class HandoutStream:
             raise
         self._settle(asked, answers)
         if asked.lease is not None and reply is not None:
-            yield from self._receive(asked.lease, reply, asked.start)
+            self._come = _Come(reply, asked.lease, asked.start)
+            yield from self._receive()
         return asked
 
     def _settle(self, asked: _Asked, answers: Sequence[Any]) -> None:
@@ -253,31 +268,46 @@ class HandoutStream:
         if asked.lease is not None:
             self._wanted -= asked.lease[3] or 0
 
-    def _receive(self, asked: list[Any], reply: list[Any], start: float) -> StreamSteps:
-        """A hand-out has come: read it, as much of it as is left to read, and cut it."""
-        handed: Handed = yield from self.session.receive(reply, asked, start)
-        ends = handed.ends()
-        fits = bisect.bisect_right(ends, self._left) if self._left > 0 else 0  # else closing
-        count = ends[fits - 1] if fits else 0
-        if count < len(handed):
-            yield from self.session.release(handed.ref(count))
-            if self._left > 0:
-                self._close_before_group(count)
-        if not count:
+    def _receive(self) -> StreamSteps:
+        """Read the hand-out that has come, if any, as much as is left to read, and cut it.
+
+        Whatever cuts this off, the hand-out stays, to be read by the next step.
+        """
+        if self._come is None:
             return
-        self._left -= count
-        if not any(other.lease is not None for other in self._asked):
-            # Before the copying, so that the store works meanwhile. It does where it was asked
-            # twice: then the next ask can wait for the commit of what is here, to carry it.
-            yield from self._ask_ahead()
         try:
-            batch = yield from self._reading(handed, count)
-        except AsyncFlowError as error:  # others of the total take their place
-            self._left += count
-            if isinstance(error, LeaseLostError):  # for some of the rows perhaps
-                yield from self.session.release(handed.ref(0, count))
+            handed: Handed = yield from self.session.receive(*self._come)
+            ends = handed.ends()
+            fits = bisect.bisect_right(ends, self._left) if self._left > 0 else 0  # else closing
+            count = ends[fits - 1] if fits else 0
+            if count < len(handed):
+                yield from self.session.release(handed.ref(count))
+                if self._left > 0:
+                    self._close_before_group(count)
+            if count:
+                batch = yield from self._read(handed, count)
+                self._left -= count
+                self._cut(handed, ends, count, batch)
+        except AsyncFlowError as error:
+            if not isinstance(error, (ServiceTimeoutError, *_UNKNOWN)):
+                self._come = None  # others of the total take their place
             raise
-        self._cut(handed, ends, count, batch)
+        self._come = None
+
+    def _read(self, handed: Handed, count: int) -> StreamSteps:
+        """The columns of its first rows; what is asked ahead meanwhile goes beyond them."""
+        self._wanted += count
+        try:
+            if not any(other.lease is not None for other in self._asked):
+                # Before the copying, so that the store works meanwhile. It does where it was asked
+                # twice: then the next ask can wait for the commit of what is here, to carry it.
+                yield from self._ask_ahead()
+            return (yield from self._reading(handed, count))
+        except LeaseLostError:  # for some of the rows perhaps
+            yield from self.session.release(handed.ref(0, count))
+            raise
+        finally:
+            self._wanted -= count
 
     def _reading(self, handed: Handed, count: int) -> StreamSteps:
         if count == len(handed):

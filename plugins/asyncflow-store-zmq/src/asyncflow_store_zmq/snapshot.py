@@ -2,6 +2,7 @@
 
 known [source, epoch, watermark, above], ...
 drops rows_by_reason groups
+opened task batches
 segment number place
 block key admission alive kept completed facts has done writers places trained made tokens
 
@@ -30,6 +31,8 @@ def records(table: Table) -> Iterator[list[Any]]:
     yield ["drops", *table.ledger.drop_log().dump()]
     for spec in table.tasks():
         yield history.task_record(spec)
+        if spec.batch_groups:
+            yield ["opened", spec.name, history.pack(table.ledger.opened(spec.name))]
     yield ["checkpoint", table.retained.version]
     for segment in table.payload.segments():
         yield ["segment", segment.number, table.payload.describe(segment)]

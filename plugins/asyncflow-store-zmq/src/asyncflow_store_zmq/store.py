@@ -88,6 +88,7 @@ class ZmqDataStore(DataStore):
         self._connection: Connection | None = None
         self._kept: list[Kept] = []
         self._reconnecting = asyncio.Lock()
+        self._given_up = False  # the last wait for a next life was in vain
 
     async def open(self) -> None:
         """Start the store, if need be, and connect; what was started ends if that fails."""
@@ -144,7 +145,8 @@ class ZmqDataStore(DataStore):
     async def _run(self, begin: Callable[[Session], StreamSteps], returns: Any = Any) -> Any:
         """Do a session's steps; all of them again where the store died meanwhile and came back.
 
-        That is safe: a put is known by its keys, and leases of an earlier life are lost.
+        That is safe: a put is known by its keys, and leases of an earlier life are lost, for no
+        two lives count them alike.
         """
         while True:
             connection = self._opened
@@ -175,7 +177,9 @@ class ZmqDataStore(DataStore):
                 async with asyncio.timeout_at(deadline):
                     new = await self._attach_again()
             except TimeoutError as error:
+                self._given_up = True
                 raise came_too_late(lost, wait_s) from error
+            self._given_up = False
             await old.aclose()
             if self._connection is old:
                 self._connection = new
@@ -216,11 +220,14 @@ class ZmqDataStore(DataStore):
         return Registration(task, lambda: self._end(kept))
 
     async def _end(self, kept: Kept) -> None:
-        if kept in self._kept:
-            self._kept.remove(kept)
-        if self._connection is not None:
+        if kept not in self._kept:
+            return
+        # Until it is answered it is kept: a next life that did not hear of it knows it by another.
+        if not self._given_up:
             with contextlib.suppress(PeerLostError, ServiceClosedError):
-                await self._connection.call(Call("store.end", [kept.handle]))
+                await self._run(lambda session: session.end(kept.handle))
+        with contextlib.suppress(ValueError):  # ended twice at a time
+            self._kept.remove(kept)
 
     async def put(
         self,

@@ -12,16 +12,15 @@ from asyncflow_core.errors import (
     AsyncFlowError,
     PeerLostError,
     ServiceClosedError,
-    ServiceTimeoutError,
 )
 from asyncflow_core.services.data_store import PutResult
-from asyncflow_store_zmq.memory import Await, Begin, Call, Steps, StreamSteps
+from asyncflow_store_zmq.memory import Await, Begin, Call, NoAnswerError, Steps, StreamSteps
 from asyncflow_store_zmq.session import Session
 
 __all__ = ["PutStream"]
 
 # Of these an answer may still come, or a next life of the store.
-_UNKNOWN = (ServiceTimeoutError, PeerLostError, ServiceClosedError)
+_UNKNOWN = (NoAnswerError, PeerLostError, ServiceClosedError)
 
 
 @dataclass(slots=True, eq=False)
