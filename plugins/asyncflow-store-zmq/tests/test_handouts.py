@@ -92,6 +92,21 @@ async def test_rows_for_a_waiter_cancelled_as_they_came_go_to_the_next():
     assert followed == [1]
 
 
+async def test_rows_that_came_before_the_first_step_of_a_call_cancelled_then_are_given_back():
+    rows = []
+    handouts = Handouts(lambda _: [rows.pop()] if rows else None, rows.extend, lambda _: 1, list)
+    call = ["train", "r", None, None, None, "fifo", 60.0, 30.0]
+    later = handouts.wait(call, Peer(b"", "first"), lambda found: found)
+    rows.append("row")
+    waiting = asyncio.create_task(later.wait())
+    handouts.serve("train")
+    assert rows == []
+    asyncio.get_running_loop().call_soon(waiting.cancel)  # after its first step
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert rows == ["row"]
+
+
 async def test_all_waiters_learn_that_their_task_ended(store):
     registration = await store.register(TASK)
     waiting = [wait(store, f"r{number}") for number in range(3)]

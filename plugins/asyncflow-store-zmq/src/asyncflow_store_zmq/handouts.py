@@ -71,6 +71,8 @@ class Later:
 
         self.then(tell)
         try:
+            if future.done():  # before this first step, as a cancellation may have: that is next
+                yield
             return (yield from future)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancel()
