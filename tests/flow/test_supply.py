@@ -70,6 +70,14 @@ async def supplying(store, prompts, config, assigned=None, note=None):
         thread.shutdown(cancel_futures=True)
 
 
+def earlier_life():
+    """Two groups of batch 0, and what says that an earlier life of the run assigned them to it."""
+    kept = [GroupKey(TRAINING, 0, 0), GroupKey(TRAINING, 0, 1)]
+    assigned = Assigned()
+    assigned.apply(groups_record(0, kept, (0, 2), ""))
+    return kept, assigned
+
+
 async def waiting(store, rows):
     return (await store.stats()).tasks["see"].ready == rows
 
@@ -123,9 +131,7 @@ async def test_stragglers_still_on_their_way_when_their_batch_is_trained_are_dro
     async with SlowStore(max_staleness=1) as store:
         store.gate = asyncio.Event()
         await store.register(SEE)
-        kept = [GroupKey(TRAINING, 0, 0), GroupKey(TRAINING, 0, 1)]
-        assigned = Assigned()
-        assigned.apply(groups_record(0, kept, (0, 2), ""))
+        kept, assigned = earlier_life()
         async with supplying(store, Prompts(count=20), run, assigned=assigned) as supply:
             await supply.bring_back(0)
             supply.start()
@@ -145,9 +151,7 @@ async def test_stragglers_still_on_their_way_when_their_batch_is_trained_are_dro
 
 async def test_group_of_an_earlier_life_that_is_dropped_before_any_is_admitted_is_replaced(store):
     await store.register(SEE)
-    kept = [GroupKey(TRAINING, 0, 0), GroupKey(TRAINING, 0, 1)]
-    assigned = Assigned()
-    assigned.apply(groups_record(0, kept, (0, 2), ""))
+    kept, assigned = earlier_life()
     async with supplying(store, Prompts(), config(), assigned=assigned) as supply:
         await supply.bring_back(0)
         prompts = supply.source.columns(list((await supply.source.again(kept)).values()))
@@ -183,9 +187,7 @@ async def test_group_whose_batch_is_trained_while_its_drop_is_written_down_is_no
 
 async def test_rows_that_a_store_kept_and_trained_before_they_were_put_again_are_counted(store):
     await store.register(SEE)
-    kept = [GroupKey(TRAINING, 0, 0), GroupKey(TRAINING, 0, 1)]
-    assigned = Assigned()
-    assigned.apply(groups_record(0, kept, (0, 2), ""))
+    kept, assigned = earlier_life()
     async with supplying(store, Prompts(), config(), assigned=assigned) as supply:
         await supply.bring_back(0)
         supply.advance(1, kept)
