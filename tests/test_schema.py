@@ -1,7 +1,12 @@
 """Canonical columns: what is not of the schema is named by row, column and value."""
 
+import contextlib
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncflow_core.batch import Batch, Column, Key
 from asyncflow_core.errors import DataError
@@ -50,3 +55,18 @@ def test_validate_sound_columns_and_columns_of_other_names_pass():
         "mine": Column.dense(np.full((2, 3), np.nan)),
     }
     validate(Batch(columns), KEYS)
+
+
+@given(
+    st.lists(st.floats(width=32) | st.sampled_from([np.nan, np.inf, -np.inf]), max_size=40),
+    st.lists(st.integers(-3, 2**31 - 1), max_size=40),
+)
+def test_validate_refuses_just_the_numbers_no_row_may_hold(floats, ids):
+    columns = {"response_ids": ragged(ids, [], np.int32), "values": ragged(floats, [])}
+    bad = {
+        "response_ids": any(token < 0 for token in ids),
+        "values": not all(map(math.isfinite, floats)),
+    }
+    for name, column in columns.items():
+        with pytest.raises(DataError) if bad[name] else contextlib.nullcontext():
+            validate(Batch({name: column}), KEYS)

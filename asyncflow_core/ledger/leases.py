@@ -123,6 +123,8 @@ class LeaseBook:
 
     def due(self, now: float) -> list[LeaseRecord]:
         """Leases whose time is up, newest first."""
+        if not self._deadlines or self._deadlines[0][0] > now:
+            return []  # as nearly always
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)

@@ -47,7 +47,10 @@ _FRAME_NUMBER = struct.Struct("<I")
 # Below this an array rides in the header, which is cheaper than a frame of its own.
 _INLINE_BYTES = 512
 _LEAVES = frozenset((type(None), bool, int, float, str, bytes, Key, GroupKey, np.ndarray))
+_NESTS = frozenset((list, dict))
 _KEYS = frozenset((str, int, Key, GroupKey))
+_SMALL_BYTES = 1024
+"""A header so short announces few entries: no list of it more than it has bytes."""
 
 
 class Encoder:
@@ -194,11 +197,7 @@ def unpack(header: bytes, frames: Sequence[Buffer], limits: Limits) -> Any:
         return _array(frames[number], dtype, shape)
 
     try:
-        # Skipping builds nothing but proves that every announced entry is there, so that nested
-        # lists cannot announce, and make msgpack allocate, more entries than the header has bytes.
-        scanner = msgpack.Unpacker(None, max_buffer_size=limits.header_bytes)
-        scanner.feed(header)
-        scanner.skip()
+        _check_entries(header, limits)
         tree = _plain(header, extension, limits)
     except (msgpack.exceptions.UnpackException, ValueError, TypeError, struct.error) as error:
         raise WireDecodeError(f"a header does not decode: {error or type(error).__name__}") from (
@@ -210,18 +209,27 @@ def unpack(header: bytes, frames: Sequence[Buffer], limits: Limits) -> Any:
     return tree
 
 
+def _check_entries(header: bytes, limits: Limits) -> None:
+    """Every announced entry is there: skipping proves it and builds nothing.
+
+    Otherwise nested lists could announce, and make msgpack allocate, more entries than there are
+    bytes. In a short header that is too little to matter.
+    """
+    if len(header) > _SMALL_BYTES:
+        scanner = msgpack.Unpacker(None, max_buffer_size=limits.header_bytes)
+        scanner.feed(header)
+        scanner.skip()
+
+
 def _stand_in(_code: int, _data: bytes) -> str:
     """For a key or array of our own, when only the shape of a header matters."""
     return ""
 
 
 def _plain(header: bytes, extension: Callable[[int, bytes], Any], limits: Limits) -> Any:
+    most = min(limits.items, len(header))  # an entry takes a byte at least
     return msgpack.unpackb(
-        header,
-        ext_hook=extension,
-        strict_map_key=False,
-        max_array_len=limits.items,
-        max_map_len=limits.items,
+        header, ext_hook=extension, strict_map_key=False, max_array_len=most, max_map_len=most
     )
 
 
@@ -244,17 +252,19 @@ def _check_tree(tree: Any, depth: int) -> None:
     """Level by level: no nesting, however deep, can exhaust the stack."""
     level = [tree]
     for _ in range(depth + 1):
+        kinds = set(map(type, level)) - _LEAVES
+        if not kinds:
+            return
+        for kind in kinds - _NESTS:
+            raise WireDecodeError(f"a header holds a {kind.__name__}, which is not allowed")
         below: list[Any] = []
         for value in level:
-            kind = type(value)
-            if kind is list:
-                below.extend(value)
-            elif kind is dict:
+            if type(value) is list:
+                below += value
+            elif type(value) is dict:
                 if not _KEYS.issuperset(map(type, value)):
                     raise WireDecodeError("a map has a key that is no string, integer or row key")
-                below.extend(value.values())
-            elif kind not in _LEAVES:
-                raise WireDecodeError(f"a header holds a {kind.__name__}, which is not allowed")
+                below += value.values()
         if not below:
             return
         level = below

@@ -318,6 +318,7 @@ def test_message_over_a_limit_is_refused_by_both_sides(limits: Limits, text: str
     ("value", "limits"),
     [
         ([[[1]]], Limits(depth=2)),
+        ([[1], [[[]]]], Limits(depth=2)),
         ([1, 2, 3], Limits(items=2)),
         ({"a": 1, "b": 2}, Limits(items=1)),
         (np.zeros((1, 1, 1)), Limits(array_ndim=2)),
@@ -334,3 +335,11 @@ def test_value_over_a_limit_is_refused_by_both_sides(value: Any, limits: Limits)
 def test_map_keys_the_receiver_would_refuse_are_refused_here(value: Any) -> None:
     with pytest.raises(DataError, match="a key that is no string"):
         encode(value)
+
+
+@pytest.mark.parametrize("size", [40, 900, 5000])
+def test_lists_that_announce_more_than_is_there_are_refused_short_or_long(size: int) -> None:
+    announced = b"\xdd" + (size - 1).to_bytes(4, "big")  # as many entries as a header has bytes
+    header = announced * (size // 5) + b"\x01" * (size % 5)
+    with pytest.raises(WireDecodeError):
+        decode([header])

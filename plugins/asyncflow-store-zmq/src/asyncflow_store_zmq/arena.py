@@ -98,7 +98,7 @@ class Arena:
 
     def holds(self, start: int, slot: int, generation: int) -> bool:
         """Whether the segment at `start` is still there: for who has just copied it."""
-        return int(self.generations[slot]) == generation and bool(self._words[start >> 3])
+        return self.generations.item(slot) == generation and self._words.item(start >> 3) != 0
 
     def punch(self, start: int, nbytes: int) -> None:
         """Make a range zeros, and give back its whole pages."""

@@ -29,6 +29,7 @@ from asyncflow_store_zmq.lane import CHUNK, HELLO_LIMITS, MAX_PARTS, Inbox, fram
 __all__ = ["LaneServer"]
 
 _log = logging.getLogger(__name__)
+_CALL = [int, str, list]
 _MAX_CALLS = 1024
 _MAX_WAITING_BYTES = 256 << 20
 """Answers a client may leave unread."""
@@ -176,11 +177,9 @@ class _Connection:
         if self._peer is None:
             self._greet(message)
             return
-        match message:
-            case [int(number), str(name), list(arguments)]:
-                pass
-            case _:
-                raise WireDecodeError("a call is malformed")
+        if type(message) is not list or list(map(type, message)) != _CALL:
+            raise WireDecodeError("a call is malformed")
+        number, name, arguments = message
         try:
             method = self._methods.get(name)
             if method is None:

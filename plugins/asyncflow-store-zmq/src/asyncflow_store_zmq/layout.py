@@ -10,9 +10,10 @@ A *layout* says what the columns are; many segments share one.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -66,6 +67,17 @@ class Layout:
         """Name to position."""
         return {column.name: position for position, column in enumerate(self.columns)}
 
+    @cached_property
+    def readers(self) -> Sequence[tuple[str, np.dtype[Any], int, tuple[int, ...]]]:
+        """Of each column: its kind, dtype, bytes of an entry's elements together, and shape."""
+        found = []
+        for column in self.columns:
+            dtype = np.dtype(column.dtype)
+            found.append(
+                (column.kind, dtype, math.prod(column.tail, start=dtype.itemsize), column.tail)
+            )
+        return found
+
     def dump(self) -> bytes:
         """As bytes; equal for equal layouts."""
         return self._dumped
@@ -99,10 +111,11 @@ def _column(fields: Any) -> ColumnLayout:
 
 
 class Packed(NamedTuple):
-    """A batch ready to be copied: where each array goes, and how much room all take."""
+    """A batch ready to be copied: its first bytes, where each array goes, and the room all take."""
 
     layout: Layout
     nbytes: int
+    starts: bytes
     parts: list[tuple[int, NDArray[Any]]]
 
     def write(self, target: Bytes) -> None:
@@ -110,19 +123,19 @@ class Packed(NamedTuple):
 
         There, what takes time is how often numpy is called.
         """
-        if self.nbytes < _LARGE:
-            target[:] = np.frombuffer(b"".join(self._pieces()), np.uint8)
+        if self.nbytes >= _LARGE:
+            target[: len(self.starts)] = np.frombuffer(self.starts, np.uint8)
+            for start, array in self.parts:
+                target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
             return
+        pieces, at = [self.starts], len(self.starts)
         for start, array in self.parts:
-            target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-
-    def _pieces(self) -> Iterator[bytes]:
-        at = 0
-        for start, array in self.parts:
-            yield bytes(start - at)
-            yield array.tobytes()
+            if start > at:
+                pieces.append(bytes(start - at))
+            pieces.append(array.tobytes())
             at = start + array.nbytes
-        yield bytes(self.nbytes - at)
+        pieces.append(bytes(self.nbytes - at))
+        target.data[:] = b"".join(pieces)
 
 
 def pack(batch: Batch) -> Packed:
@@ -135,55 +148,49 @@ def pack(batch: Batch) -> Packed:
     parts: list[tuple[int, NDArray[Any]]] = []
     columns: list[tuple[Any, ...]] = []
     end = 8 * len(starts)
-    for number, (name, column) in enumerate(batch.items()):
-        values, offsets = _arrays(name, column)
-        columns.append(_form(name, column))
+    at = 0
+    for name, column in batch.items():
+        values, offsets = column.values, column.offsets
+        if isinstance(values, list):
+            kind = "object"
+            values, offsets = _objects(name, values)
+        elif offsets is None:
+            kind = "dense"
+        else:
+            kind = "ragged"
+            values, offsets = _from_zero(values, offsets)
+        columns.append((name, kind, values.dtype, values.shape[1:]))
         if offsets is not None:
-            starts[2 * number + 1] = end
+            starts[at + 1] = end
             parts.append((end, offsets))
             end += offsets.nbytes
         end = -(-end // _ALIGN) * _ALIGN
-        starts[2 * number] = end
-        if values.nbytes:
+        starts[at] = end
+        at += 2
+        nbytes = values.nbytes
+        if nbytes:
             parts.append((end, values))
-        end += -(-values.nbytes // 8) * 8
-    parts.insert(0, (0, np.array(starts, np.int64)))
-    return Packed(_layout(tuple(columns)), -(-end // _ALIGN) * _ALIGN, parts)
-
-
-def _form(name: str, column: Column) -> tuple[Any, ...]:
-    """What a `ColumnLayout` is made of."""
-    values = column.values
-    if isinstance(values, list):
-        return name, "object", "|u1", ()
-    kind = "dense" if column.offsets is None else "ragged"
-    return name, kind, values.dtype.str, values.shape[1:]
+        end += -(-nbytes // 8) * 8
+    data = struct.pack(f"<{at}q", *starts)
+    return Packed(_layout(tuple(columns)), -(-end // _ALIGN) * _ALIGN, data, parts)
 
 
 @lru_cache(256)
 def _layout(columns: tuple[tuple[Any, ...], ...]) -> Layout:
     """One object for equal ones: most batches have the columns of the last."""
-    return Layout(tuple([ColumnLayout(*column) for column in columns]))
+    return Layout(
+        tuple([ColumnLayout(name, kind, dtype.str, tail) for name, kind, dtype, tail in columns])
+    )
 
 
-_dtype = lru_cache(256)(np.dtype)
-
-
-def _arrays(name: str, column: Column) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
-    """Values in one piece, and offsets from 0."""
-    if isinstance(column.values, list):
-        return _objects(name, column.values)
-    array = column.values
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
-    if column.offsets is None:
-        return array, None
-    offsets = column.offsets
-    if offsets.dtype != _INT64 or not offsets.flags.c_contiguous:
-        offsets = np.ascontiguousarray(offsets, np.int64)
-    if offsets[0]:
-        array, offsets = array[offsets[0] : offsets[-1]], offsets - offsets[0]
-    return array, offsets
+def _from_zero(
+    values: NDArray[Any], offsets: NDArray[np.int64]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Only the values of its rows, and offsets from 0."""
+    if offsets.dtype != _INT64:
+        offsets = offsets.astype(np.int64)
+    first = offsets.item(0)
+    return (values[first : offsets.item(-1)], offsets - first) if first else (values, offsets)
 
 
 def _objects(name: str, entries: Sequence[Any]) -> tuple[Bytes, NDArray[np.int64]]:
@@ -234,7 +241,7 @@ def take(
         DataError: a segment has no such column.
     """
     if len(pieces) == 1 and _is_whole(pieces[0], names):
-        return {name: finish(*part) for name, part in _parts(pieces[0], names, room)}
+        return _take_whole(pieces[0], names, room)
     return {name: finish(*join(pieces, name, room)) for name in names}
 
 
@@ -245,27 +252,30 @@ def _is_whole(piece: Piece, names: Sequence[str]) -> bool:
     )  # fmt: skip
 
 
-def _parts(
+def _take_whole(
     piece: Piece, names: Sequence[str], room: Callable[[int], Bytes]
-) -> Iterator[tuple[str, tuple[str, NDArray[Any], NDArray[np.int64] | None]]]:
+) -> dict[str, Column]:
     """Columns of a whole segment, out of one copy of it."""
-    if len(piece.data) < _LARGE:
+    small = len(piece.data) < _LARGE
+    if small:
         memory: Bytes = np.frombuffer(bytearray(piece.data), np.uint8)
     else:
         memory = room(len(piece.data))
         memory[:] = piece.data
     copied = Piece(memory, piece.layout, piece.rows, 0, piece.rows)
+    found = {}
     for name in names:
         kind, values, offsets = _part(copied, name)
-        if offsets is not None and len(offsets) and offsets[0]:
-            offsets = offsets - offsets[0]
+        if offsets is not None and offsets.item(0):
+            offsets = offsets - offsets.item(0)
         # Who keeps a small column keeps no large segment with it.
-        if len(memory) >= _LARGE and 4 * values.nbytes < len(memory):
+        if not small and 4 * values.nbytes < len(memory):
             values = values.copy()
             offsets = None if offsets is None else offsets.copy()
         elif not values.flags.aligned:
             values = values.copy()
-        yield name, (kind, values, offsets)
+        found[name] = Column(values, offsets) if kind != "object" else finish(kind, values, offsets)
+    return found
 
 
 def join(
@@ -298,19 +308,33 @@ def join(
 def _part(
     piece: Piece, name: str
 ) -> tuple[str, NDArray[Any], NDArray[np.int64] | None]:  # fmt: skip
-    """Kind, values and offsets of a column of a piece; views."""
+    """Kind of a column, the values of a piece's rows, and the offsets around them; views."""
     position = piece.layout.positions.get(name)
     if position is None:
         raise DataError(f"a segment of {list(piece.layout.positions)} has no column {name!r}")
-    layout = piece.layout.columns[position]
+    kind, dtype, size, tail = piece.layout.readers[position]
+    data, first, last = piece.data, piece.first, piece.last
     try:
-        values, offsets = _cut(piece, position, layout)
+        values_at, offsets_at = _STARTS.unpack_from(data.data, 16 * position)
+        offsets: NDArray[np.int64] | None = None
+        if kind == "dense":
+            start, end = first, last
+        else:
+            offsets = np.frombuffer(data, _INT64, last - first + 1, offsets_at + 8 * first)
+            start, end = offsets.item(0), offsets.item(-1)
+        count = (end - start) * size
+        if not count:  # `frombuffer` takes no empty buffer
+            return kind, np.empty((end - start, *tail), dtype), offsets
+        count //= dtype.itemsize
+        values: NDArray[Any] = np.frombuffer(data, dtype, count, values_at + start * size)
+        if tail:
+            values = values.reshape(end - start, *tail)
     except (ValueError, OverflowError, struct.error) as error:
         raise DataError(
-            f"column {name!r} ({layout}) of a segment of {len(piece.data)} bytes and "
-            f"{piece.rows} rows cannot be read: {error}"
+            f"column {name!r} ({piece.layout.columns[position]}) of a segment of "
+            f"{len(data)} bytes and {piece.rows} rows cannot be read: {error}"
         ) from error
-    return layout.kind, values, offsets
+    return kind, values, offsets
 
 
 def finish(kind: str, values: NDArray[Any], offsets: NDArray[np.int64] | None) -> Column:
@@ -329,26 +353,3 @@ def finish(kind: str, values: NDArray[Any], offsets: NDArray[np.int64] | None) -
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise DataError(f"an object of a segment cannot be read: {error}") from error
-
-
-def _cut(
-    piece: Piece, position: int, layout: ColumnLayout
-) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
-    """The values of a piece's rows, and the offsets around them; views."""
-    data, first, last = piece.data, piece.first, piece.last
-    values_at, offsets_at = _STARTS.unpack_from(data.data, 16 * position)
-    dtype = _dtype(layout.dtype)
-    width = 1
-    for axis in layout.tail:
-        width *= axis
-    offsets: NDArray[np.int64] | None = None
-    if layout.kind == "dense":
-        start, end = first, last
-    else:
-        offsets = np.frombuffer(data, _INT64, last - first + 1, offsets_at + 8 * first)
-        start, end = int(offsets[0]), int(offsets[-1])
-    count = (end - start) * width
-    if not count:  # `frombuffer` takes no empty buffer
-        return np.empty((end - start, *layout.tail), dtype), offsets
-    values = np.frombuffer(data, dtype, count, values_at + start * width * dtype.itemsize)
-    return values.reshape(end - start, *layout.tail) if layout.tail else values, offsets

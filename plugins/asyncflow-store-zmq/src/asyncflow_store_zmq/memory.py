@@ -141,6 +141,8 @@ class Space:
 
     def full(self) -> list[list[int]]:
         """Extents to give back: full, and the controller knows of all that is in them."""
+        if not self._full:
+            return []
         done = [lent for lent in self._full if not lent.writing]
         if done:
             self._full = [lent for lent in self._full if lent.writing]

@@ -10,13 +10,17 @@ import itertools
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow_core.errors import DataError
 
-__all__ = ["dump_keys", "dump_rows", "facts_of", "keys_of", "load_rows"]
+__all__ = ["dump_keys", "dump_lengths", "dump_rows", "facts_of", "keys_of", "load_rows"]
+
+_FEW = 8
+"""So few rows are counted one by one: numpy's functions cost more."""
 
 
 def dump_rows(rows: Sequence[int]) -> bytes:
@@ -42,6 +46,21 @@ def dump_keys(keys: Sequence[tuple[int, ...]], parts: int) -> bytes:
         raise DataError(
             f"{len(keys)} keys are not {parts} whole numbers of 64 bits each: {error}"
         ) from error
+
+
+def dump_lengths(offsets: Sequence[Any], rows: int) -> bytes:
+    """Values of each row in some ragged columns together, by their offsets, as int32."""
+    if rows <= _FEW:
+        counts = [0] * rows
+        for ends in offsets:
+            many = ends.tolist()
+            for row in range(rows):
+                counts[row] += many[row + 1] - many[row]
+        return struct.pack(f"<{rows}i", *counts)
+    total = np.zeros(rows, np.int32)
+    for ends in offsets:
+        total += (ends[1:] - ends[:-1]).astype(np.int32)
+    return total.tobytes()
 
 
 def facts_of(data: bytes) -> array[int]:

@@ -285,7 +285,9 @@ class HandoutStream:
                 if self._left > 0:
                     self._close_before_group(count)
             if count:
-                batch = yield from self._read(handed, count)
+                # Whole groups rarely make exactly what was asked.
+                more = 2 * len(handed) >= (self._come.asked[3] or 0)
+                batch = yield from self._read(handed, count, more=more)
                 self._left -= count
                 self._cut(handed, ends, count, batch)
         except AsyncFlowError as error:
@@ -294,13 +296,17 @@ class HandoutStream:
             raise
         self._come = None
 
-    def _read(self, handed: Handed, count: int) -> StreamSteps:
-        """The columns of its first rows; what is asked ahead meanwhile goes beyond them."""
+    def _read(self, handed: Handed, count: int, *, more: bool) -> StreamSteps:
+        """The columns of its first rows; what is asked ahead meanwhile goes beyond them.
+
+        There may be `more` to hand out. Where there was not, the reader waits for every row, and
+        gets these first; the next ask can then wait for their commit, to carry it.
+        """
         self._wanted += count
         try:
-            if not any(other.lease is not None for other in self._asked):
+            if more and not any(other.lease is not None for other in self._asked):
                 # Before the copying, so that the store works meanwhile. It does where it was asked
-                # twice: then the next ask can wait for the commit of what is here, to carry it.
+                # twice.
                 yield from self._ask_ahead()
             return (yield from self._reading(handed, count))
         except LeaseLostError:  # for some of the rows perhaps

@@ -38,7 +38,7 @@ from asyncflow_store_zmq.memory import (
     Steps,
     Wanted,
 )
-from asyncflow_store_zmq.packed import dump_keys, dump_rows, load_rows
+from asyncflow_store_zmq.packed import dump_keys, dump_lengths, dump_rows, load_rows
 from asyncflow_store_zmq.payload import FACTS, SEGMENT, lines_of
 
 __all__ = ["Session"]
@@ -260,20 +260,23 @@ class Session:
             wanted = yield from self._wanted(lines_of(*reply[1:3]), *reply[2:4])
         else:
             wanted = _subset(held, ref)
-        return (yield from self._copy_held(wanted, columns, ref))
+        return (yield from self._copy_held(wanted, columns, lambda: ref))
 
     def read_handed(self, handed: Handed, columns: Sequence[str]) -> Steps:
         """-> Batch of all rows of a hand-out that has just come."""
         held = self._leases.get(handed.lease_id)
         if held is None or held.gone or not held.surely_has(columns):
             return (yield from self.read(handed.ref(), columns))
-        return (yield from self._copy_held(held.wanted, columns, handed.ref()))
+        return (yield from self._copy_held(held.wanted, columns, handed.ref))
 
-    def _copy_held(self, wanted: Wanted, columns: Sequence[str], ref: BatchRef) -> Steps:
+    def _copy_held(
+        self, wanted: Wanted, columns: Sequence[str], named: Callable[[], BatchRef]
+    ) -> Steps:
         """Copy out; the store is told of what is not there though the lease lives."""
         try:
             return (yield from self._copy(wanted, columns))
         except LeaseLostError:
+            ref = named()
             dropped = yield Call("store.missing", _ref(ref))
             if not dropped:
                 raise
@@ -423,8 +426,10 @@ def _subset(held: _Held, ref: BatchRef) -> Wanted:
 
 def _facts(batch: Batch) -> tuple[bytes, bytes]:
     """Tokens that each row brings, and the oldest version of its response (-1: none)."""
-    found = [batch[n].lengths for n in ("prompt_ids", "response_ids") if n in batch]
-    tokens = sum(found[1:], found[0]).astype(np.int32).tobytes() if found else bytes(4 * batch.rows)
+    tokens = dump_lengths(
+        [batch[name].offsets for name in ("prompt_ids", "response_ids") if name in batch],
+        batch.rows,
+    )
     versions = batch.get("versions")
     if versions is None or versions.offsets is None or not len(versions.array):
         return tokens, b"\xff" * 4 * batch.rows
