@@ -13,6 +13,7 @@ was not lent again sees that too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -31,6 +32,7 @@ UNIT = 1 << 20
 ARENA_BYTES = 1 << 36
 """Address room of one shard; memory is taken as it is written."""
 _PAGE = 4096
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -95,6 +97,11 @@ class Arena:
                 f"no memory for {nbytes} bytes at {self.path}: {error.strerror}; lower the store's "
                 f"capacity_bytes, or give the file system more room"
             ) from error
+
+        # In the mapping too, at once: page by page, as they are first written, takes longer.
+        first = start // _PAGE * _PAGE
+        with contextlib.suppress(OSError):  # Linux before 5.14 cannot
+            self._map.madvise(_POPULATE_WRITE, first, start + nbytes - first)
 
     def holds(self, start: int, slot: int, generation: int) -> bool:
         """Whether the segment at `start` is still there: for who has just copied it."""
