@@ -68,6 +68,7 @@ class VersionedWeightSync(WeightSync):
         start = time.monotonic()
         self._check_open()
         async with self._publishing:
+            self._check_open()  # closed while an earlier one was published
             if (version, life) in self._held:
                 raise self._error(f"version {version} (life {life}) is already published")
             await self._wait_for_room(version)
@@ -95,10 +96,12 @@ class VersionedWeightSync(WeightSync):
     async def retire(self, version: int, life: int = 0) -> None:
         """Take a version away; nothing happens if it is not held."""
         self._check_open()
-        if (version, life) in self._held:
-            self._held.discard((version, life))
-            await self._drop((version, life))
-        self._changed.set()
+        try:
+            if (version, life) in self._held:
+                self._held.discard((version, life))
+                await self._drop((version, life))
+        finally:
+            self._changed.set()
 
     async def stats(self) -> WeightSyncStats:
         """Versions held, bytes moved by this side."""

@@ -6,6 +6,7 @@ A plugin's contract test subclasses `RolloutTests` and gives the fixtures.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -398,6 +399,38 @@ class RolloutTests:
         stats = await service.stats()
         assert stats.tokens_kept > 0
         assert stats.tokens_lost == 0
+
+    @pytest.mark.parametrize("mode", list(SwitchMode))
+    async def test_commit_cancelled_and_repeated_switches_once(
+        self,
+        service: Rollout,
+        buckets: MakeBuckets,
+        prompt_ids: NDArray[np.int32],
+        capabilities: RolloutCapabilities,
+        mode: SwitchMode,
+    ) -> None:
+        """RO-22; cancelled while the engine is between two tokens and so cannot obey at once."""
+        requires(mode in capabilities.switch_modes, f"switch_modes: {mode}")
+        greedy = self.requests(prompt_ids, 1, temperature=0.0)
+        (before,) = await collect(service.generate(greedy))
+        source = self.source(buckets(1), 1)
+        running = await self.start(
+            service, self.requests(prompt_ids, 2, max_new_tokens=self.long_tokens)
+        )
+        await service.stage_weights(source)
+        commit = asyncio.ensure_future(service.commit_weights(1, mode))
+        await asyncio.sleep(0)
+        commit.cancel()
+        await asyncio.gather(commit, return_exceptions=True)
+        with contextlib.suppress(ServiceError):  # the first one had happened
+            await service.commit_weights(1, mode)
+        assert (await service.stats()).version == 1
+        await running
+        (after,) = await collect(service.generate(greedy))
+        assert after.versions[:, 0].tolist() == [1]
+        assert after.behaviour_logprobs.tolist() != before.behaviour_logprobs.tolist()
+        with pytest.raises(ServiceError):
+            await service.commit_weights(1, mode)
 
     async def test_read_weights_are_those_that_serve(
         self, service: Rollout, buckets: MakeBuckets, capabilities: RolloutCapabilities

@@ -1,15 +1,16 @@
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
-from asyncflow_core.errors import DataError, ServiceError
+from asyncflow_core.errors import DataError, ServiceClosedError, ServiceError
 from asyncflow_core.parts import PartContext
 from asyncflow_core.services.weight_sync import Checksum
-from asyncflow_core.testing.aio import stream
+from asyncflow_core.testing.aio import eventually, stream
 from asyncflow_core.testing.weight_sync import WeightSyncTests, random_buckets
-from asyncflow_weights_collective.group import Membership, receive
+from asyncflow_weights_collective.group import Membership, connect, receive
 from asyncflow_weights_collective.options import CollectiveOptions
 from asyncflow_weights_collective.plugin import capabilities
 from asyncflow_weights_collective.service import CollectiveWeightSync
@@ -107,3 +108,37 @@ async def test_locator_or_membership_that_is_not_sound_refused():
             await trainer.fetch(replace(published, locator={"host": 1}))
     with pytest.raises(DataError, match="join"):
         Membership.of({"buckets": [[1]]})
+
+
+async def test_replica_that_dies_before_it_asked_holds_up_nobody():
+    async with side() as trainer, side(timeout_s=5) as replica:
+        published = await trainer.publish(1, 0, stream(random_buckets(1)))
+        store = connect("127.0.0.1", published.locator["port"], 5)
+        store.add("requests", 1)  # its number is taken, and nothing follows
+        assert await checksum(await replica.fetch(published)) == published.manifest.checksum
+
+
+async def test_many_versions_leave_nothing_in_the_store_nor_in_the_process_nor_on_stderr(capfd):
+    async with side(gather_s=0.0, timeout_s=1) as trainer, side() as replica:
+        for version in range(6):
+            published = await trainer.publish(version, 0, stream(random_buckets(version)))
+            assert await checksum(await replica.fetch(published)) == published.manifest.checksum
+            await trainer.retire(version)
+        store = connect("127.0.0.1", published.locator["port"], 5)
+        await eventually(lambda: store.list_keys() == ["requests"])
+        await eventually(lambda: not [t for t in threading.enumerate() if "group" in t.name])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_aclose_ends_what_a_first_publish_was_only_making(cancelled):
+    trainer = side()
+    await trainer.open()
+    publishing = asyncio.ensure_future(trainer.publish(1, 0, stream(random_buckets(1))))
+    await asyncio.sleep(0)
+    if cancelled:
+        publishing.cancel()
+    await trainer.aclose()
+    with pytest.raises((ServiceClosedError, asyncio.CancelledError)):
+        await publishing
+    assert not [t for t in threading.enumerate() if t.name == "weights-sender"]

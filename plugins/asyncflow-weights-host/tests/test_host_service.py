@@ -2,6 +2,7 @@ import asyncio
 import errno
 import gc
 import os
+import resource
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from asyncflow_core.services.weight_sync import Bucket, Checksum, TensorSpec
 from asyncflow_core.testing.aio import collect, eventually, stream
 from asyncflow_core.testing.weight_sync import random_buckets
 from asyncflow_weights_host import plugin
-from asyncflow_weights_host.files import ALIGNMENT
+from asyncflow_weights_host.files import ALIGNMENT, publisher_gone
 from asyncflow_weights_host.options import HostOptions
 from asyncflow_weights_host.service import HostWeightSync
 
@@ -347,3 +348,50 @@ def test_registered_capabilities_follow_the_options():
     able = offer.capabilities_for(offer.options(versions=4))
     assert able.concurrent_versions == 4
     assert "network" not in able.localities
+
+
+@pytest.fixture
+def no_descriptors():
+    """No file can be opened until it is called."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    yield lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_living_publisher_is_not_taken_for_dead_without_a_descriptor(make, request):
+    async with make() as service:
+        await put(service, 1)
+        again = request.getfixturevalue("no_descriptors")
+        with pytest.raises(OSError, match="Too many open files"):
+            publisher_gone(own(service))
+        again()
+        directory = own(service)
+        assert not publisher_gone(directory)
+    assert publisher_gone(directory)
+
+
+async def test_version_that_comes_is_not_given_up_as_dead_without_a_descriptor(make, request):
+    async with make() as service, make() as replica:
+        await put(service, 1)
+        await service.retire(1)
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow():
+            first, *rest = random_buckets(2)
+            yield first
+            begun.set()
+            await go_on.wait()
+            for bucket in rest:
+                yield bucket
+
+        publishing = asyncio.ensure_future(service.publish(2, 0, slow()))
+        coming = await service.coming(2, 0)
+        source = await replica.fetch(coming)
+        await begun.wait()
+        again = request.getfixturevalue("no_descriptors")
+        with pytest.raises(ServiceError, match="whether its publisher lives cannot be told"):
+            await collect(source.buckets)
+        again()
+        go_on.set()
+        assert await digest(replica, await publishing) == (await publishing).manifest.checksum

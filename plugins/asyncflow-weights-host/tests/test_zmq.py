@@ -242,3 +242,48 @@ async def test_replica_holds_two_versions_at_most(make):
             await trainer.retire(version)
         await eventually(lambda: len(replica._node._held) <= 2)
         gc.collect()
+
+
+async def join_as(published, who):
+    """Ask a publisher for a version under an address, as any member can that has its locator."""
+    manifest = published.manifest
+    content = Content(published.locator["token"], manifest.version, manifest.life, False)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(published.locator["address"])
+        socket.send_multipart([Header(Op.JOIN, content).pack(), who])
+        assert await asyncio.to_thread(socket.poll, 5000)
+
+
+@pytest.mark.parametrize(
+    "who", [b"nonsense", b"tcp://1.2.3.4:5", b"tcp://h#x", b"ipc:///" + b"x" * 200]
+)
+async def test_parent_whose_address_is_none_is_left_out(make, who):
+    async with make() as trainer, make() as replica:
+        published = await put(trainer, 1)
+        await join_as(published, who)
+        found = await asyncio.wait_for(receive(replica, published), 20)
+        assert found == published.manifest.checksum
+
+
+async def test_side_whose_thread_fails_raises_and_never_waits(make):
+    async with make() as trainer, make() as replica:
+        published = await put(trainer, 1)
+        await replica.attach("rollout-0", published)
+
+        def fail(_pull):
+            raise MemoryError("no room")
+
+        replica._node._receive = fail
+        for _ in range(2):
+            with pytest.raises(ServiceError, match="thread that moves weights failed: MemoryError"):
+                await asyncio.wait_for(receive(replica, published), 20)
+        trainer._node._serve = lambda: fail(None)
+        with pytest.raises(ServiceError, match="moved no more"):
+            await replica.attach("rollout-0", published)
+        async with make(stall_s=0.3) as other:
+            with pytest.raises(ServiceError, match="does not answer"):
+                await other.attach("rollout-1", published)
+        await eventually(lambda: not trainer._node.is_alive())
+        with pytest.raises(ServiceError, match="thread that moves weights failed"):
+            await put(trainer, 2)

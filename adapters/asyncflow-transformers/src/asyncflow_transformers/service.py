@@ -66,6 +66,7 @@ class TransformersRollout(Rollout):
         self._buffer: DoubleBuffer
         self._staged: int | None = None
         self._update = asyncio.Lock()
+        self._in_doubt = False  # whether a commit that did not return has happened
 
     async def open(self) -> None:
         """Load the model and start its thread."""
@@ -182,16 +183,23 @@ class TransformersRollout(Rollout):
         """Let the staged version serve; see `Rollout.commit_weights` and the class."""
         loop, mode = self._opened(), SwitchMode(mode)
         async with self._update:
+            if self._in_doubt:
+                # A cancelled commit may still be to come: a second exchange of pointers would let
+                # the old weights serve under the new version's name.
+                await loop.settled()
+            # Nothing is awaited up to the commit itself: requests of the next moment wait for it.
             if self._staged != version:
                 raise ServiceError(
                     f"{self._name} cannot commit version {version}: staged is {self._staged}",
                     service=self._name,
                 )
+            self._in_doubt = True
             if mode is SwitchMode.DRAIN:
                 await loop.swap_drained(self._swap, version)
             else:
                 resume = mode is SwitchMode.ABORT_RESUME
                 await loop.swap_now(self._swap, version, recompute=resume)
+            self._in_doubt = False
 
     def _swap(self) -> None:
         """Runs on the engine's thread: a cancelled commit leaves no doubt what is staged."""

@@ -6,20 +6,23 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow_weights_collective.group import Membership, Place, connect, dist, send
+from asyncflow_weights_collective.group import Membership, Place, connect, send
 
 __all__ = ["Held", "Sender", "ask", "version_key"]
 
 _log = logging.getLogger(__name__)
-_TICK = timedelta(seconds=0.2)
+_COUNT = "requests"
+_LOOK_S = 0.02
+"""Between two looks for requests. A wait of the store's own would write two lines to the log each
+time that it ends without one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,11 +40,12 @@ def version_key(version: int, life: int) -> str:
 
 def ask(store: Any, key: str) -> dict[str, Any] | None:
     """A replica's request: how to join the group that gets the version; None if it is gone."""
-    number = store.add("requests", 1)
+    number = store.add(_COUNT, 1)
     store.set(f"request/{number}", key)
     answer = f"answer/{number}"
     store.wait([answer])
     given: dict[str, Any] | None = json.loads(store.get(answer))
+    store.delete_key(answer)
     return given
 
 
@@ -64,8 +68,10 @@ class Sender(threading.Thread):
         self._gather_s = gather_s
         self._store = connect(member.host, member.port, member.timeout_s)
         self._stopped = threading.Event()
-        self._next = 1
+        self._numbered = 0
+        self._to_come: dict[int, float] = {}
         self._groups = 0
+        self._past: deque[tuple[float, str]] = deque()
 
     def stop(self) -> None:
         """End after the request under way; broadcasts end by their deadline."""
@@ -74,26 +80,43 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         """Gather requests and send."""
-        while not self._stopped.is_set():
-            request = self._request(_TICK)
-            if request is None:
+        while not self._stopped.wait(_LOOK_S):
+            self._forget()
+            waiting = self._arrived()
+            if not waiting:
                 continue
-            waiting, until = [request], time.monotonic() + self._gather_s
-            while (left := until - time.monotonic()) > 0:
-                more = self._request(timedelta(seconds=max(left, 0.001)))
-                if more is not None:
-                    waiting.append(more)
+            self._stopped.wait(self._gather_s)
+            waiting += self._arrived()
             for key in dict.fromkeys(key for _, key in waiting):
                 self._form([number for number, asked in waiting if asked == key], key)
 
-    def _request(self, limit: timedelta) -> tuple[int, str] | None:
-        name = f"request/{self._next}"
-        try:
-            self._store.wait([name], limit)
-        except dist.DistError:
-            return None
-        number, self._next = self._next, self._next + 1
-        return number, self._store.get(name).decode()
+    def _arrived(self) -> list[tuple[int, str]]:
+        """Requests that have come.
+
+        A replica takes its number first: one that died before it asked holds up nobody behind it.
+        """
+        until = time.monotonic() + self._member.timeout_s
+        count = self._store.add(_COUNT, 0)
+        self._to_come |= dict.fromkeys(range(self._numbered + 1, count + 1), until)
+        self._numbered = count
+        found = []
+        for number in list(self._to_come):
+            name = f"request/{number}"
+            if self._store.check([name]):
+                found.append((number, self._store.get(name).decode()))
+                self._store.delete_key(name)
+            elif time.monotonic() < self._to_come[number]:
+                continue
+            del self._to_come[number]
+        return found
+
+    def _forget(self) -> None:
+        """Take what past groups left out of the store, once nobody can still join them."""
+        while self._past and self._past[0][0] < time.monotonic():
+            _, group = self._past.popleft()
+            for name in self._store.list_keys():
+                if name.startswith(f"{group}/"):
+                    self._store.delete_key(name)
 
     def _form(self, numbers: Sequence[int], key: str) -> None:
         held = self._find(key)
@@ -111,6 +134,8 @@ class Sender(threading.Thread):
         for rank, number in enumerate(numbers, 1):
             member = replace(lead, rank=rank)
             self._store.set(f"answer/{number}", json.dumps(member.to_dict()))
+        # Whoever does not join by the deadline fails by it.
+        self._past.append((time.monotonic() + 2 * lead.timeout_s, lead.group))
         threading.Thread(
             target=_send, args=(lead, held, key), name=f"weights-{lead.group}", daemon=True
         ).start()

@@ -44,8 +44,7 @@ class CollectiveWeightSync(VersionedWeightSync):
         )
         self._options = options
         self._mine: dict[str, Held] = {}
-        self._store: Any = None
-        self._sender: Sender | None = None
+        self._served: asyncio.Future[tuple[Any, Sender]] | None = None
 
     async def open(self) -> None:
         """Take calls; the store is made by the first publish."""
@@ -54,30 +53,44 @@ class CollectiveWeightSync(VersionedWeightSync):
     async def aclose(self) -> None:
         """Stop to answer; broadcasts under way end by their deadline."""
         self._closed()
-        sender, self._sender = self._sender, None
+        served, self._served = self._served, None
         self._mine.clear()
-        if sender is not None:
-            await asyncio.to_thread(sender.stop)
-        self._store = None
+        if served is not None:
+            await asyncio.wait([served])  # also one that is only being made, or it would be left
+            if served.exception() is None:
+                await asyncio.to_thread(served.result()[1].stop)
 
-    def _serving(self) -> Any:
-        if self._store is None:
-            options = self._options
-            limit = timedelta(seconds=options.timeout_s)
-            self._store = dist.TCPStore(
-                options.host, 0, is_master=True, timeout=limit, wait_for_workers=False
-            )
-            member = Membership(
-                options.backend, options.host, self._store.port, "", 0, 1, options.timeout_s, ()
-            )
-            self._sender = Sender(member, self._mine.get, gather_s=options.gather_s)
-            self._sender.start()
-        return self._store
+    async def _serving(self) -> Any:
+        """The store; made once, by whoever asks first and even if that one is cancelled."""
+        if self._served is None:
+            self._served = asyncio.ensure_future(asyncio.to_thread(self._serve))
+        served = self._served
+        try:
+            store, _ = await asyncio.shield(served)
+        except dist.DistError:
+            if self._served is served:
+                self._served = None
+            raise
+        return store
+
+    def _serve(self) -> tuple[Any, Sender]:
+        options = self._options
+        limit = timedelta(seconds=options.timeout_s)
+        store = dist.TCPStore(
+            options.host, 0, is_master=True, timeout=limit, wait_for_workers=False
+        )
+        member = Membership(
+            options.backend, options.host, store.port, "", 0, 1, options.timeout_s, ()
+        )
+        sender = Sender(member, self._mine.get, gather_s=options.gather_s)
+        sender.start()
+        return store, sender
 
     async def _take(
         self, version: int, life: int, buckets: AsyncIterator[Bucket]
     ) -> PublishedWeights:
-        store = await asyncio.to_thread(self._serving)
+        store = await self._serving()
+        self._check_open()
         builder, buffers, places, count = ManifestBuilder(version, life), [], [], 0
         async for bucket in buckets:
             data = np.empty(len(bucket.data), np.uint8)
@@ -97,8 +110,7 @@ class CollectiveWeightSync(VersionedWeightSync):
 
     async def _drop(self, key: tuple[int, int]) -> None:
         self._mine.pop(version_key(*key), None)
-        if self._store is not None:
-            self._store.delete_key(f"held/{version_key(*key)}")
+        (await self._serving()).delete_key(f"held/{version_key(*key)}")
 
     async def attach(self, replica: str, published: PublishedWeights) -> None:
         """Check that the publisher answers and holds the version.

@@ -74,17 +74,26 @@ def sweep(root: Path) -> list[Path]:
     removed = []
     with _root_lock(root):
         for directory in root.glob("pub-*"):
-            if publisher_gone(directory):
+            try:
+                gone = publisher_gone(directory)
+            except PermissionError:
+                continue  # another user's
+            if gone:
                 shutil.rmtree(directory, ignore_errors=True)
                 removed.append(directory)
     return removed
 
 
 def publisher_gone(directory: Path) -> bool:
-    """Whether a publisher's directory is stale."""
+    """Whether a publisher's directory is stale.
+
+    Raises:
+        OSError: it cannot be told, as without a free descriptor; taken for dead, a living
+            publisher would lose its files.
+    """
     try:
         fd = _open(directory / "lock", os.O_RDWR)
-    except OSError:
+    except FileNotFoundError:
         return True  # the lock is made together with the directory, under the root's lock
     gone = _try_lock(fd, fcntl.LOCK_EX)
     os.close(fd)

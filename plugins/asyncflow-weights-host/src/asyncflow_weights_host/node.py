@@ -7,7 +7,9 @@ is left out: those behind it take the rest from the publisher.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import logging
 import os
 import threading
 import time
@@ -18,12 +20,15 @@ from typing import Any
 
 import zmq
 
+from asyncflow_core.errors import AsyncFlowError, ServiceClosedError, ServiceError
 from asyncflow_core.wire import KeyPair
 from asyncflow_weights_host.held import Held
 from asyncflow_weights_host.protocol import Content, Header, Op
 from asyncflow_weights_host.sockets import Sockets
 
 __all__ = ["Node", "Origin"]
+
+_log = logging.getLogger(__name__)
 
 _WINDOW = 16
 """Chunks asked for and not yet there."""
@@ -78,7 +83,11 @@ class _Chain:
 
 
 class Node(threading.Thread):
-    """Owns all sockets, on its own thread. Public methods may be called from any."""
+    """Owns all sockets, on its own thread. Public methods may be called from any.
+
+    Once the thread has ended, by `stop` or by a fault, what it was pulling has failed, and what it
+    is told raises `ServiceError`: nobody waits for a thread that is no more.
+    """
 
     def __init__(self, sockets: Sockets, address: str, *, stall_s: float) -> None:
         """Bind; `start` answers.
@@ -90,10 +99,16 @@ class Node(threading.Thread):
         """
         super().__init__(name="weights-node", daemon=True)
         self._sockets = sockets
-        self._router, self.address = sockets.server(address)
+        try:
+            self._router, self.address = sockets.server(address)
+        except BaseException:
+            sockets.close()
+            raise
         self._tokens: set[bytes] = set()
         self._stall_s = stall_s
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._telling = threading.Lock()
+        self._over = ""
         self._wake = os.eventfd(0)
         self._poller = zmq.Poller()
         self._held: dict[Content, Held] = {}
@@ -131,28 +146,58 @@ class Node(threading.Thread):
 
     def has(self, content: Content, origin: Origin, timeout_s: float) -> bool | None:
         """Ask a publisher whether it holds a version; None without an answer. Blocks."""
-        socket = self._sockets.client(origin.address, origin.keys)
+        self._check_running()
+        try:
+            socket = self._sockets.client(origin.address, origin.keys)
+        except zmq.ZMQError as error:
+            raise ServiceError(f"{origin.address!r} cannot be reached: {error}") from error
         try:
             socket.send_multipart([Header(Op.HAS, content).pack(), b""])
             if not socket.poll(int(timeout_s * 1000)):
                 return None
             header = Header.unpack(socket.recv_multipart()[0])
-            return header is not None and header.op is Op.PARENT
+        except zmq.ContextTerminated:
+            return None  # this side was closed meanwhile
         finally:
             socket.close()
+        return header is not None and header.op is Op.PARENT
 
     def stop(self) -> None:
         """End the thread, once, and close everything; pulls under way fail."""
-        self._do(lambda: setattr(self, "_running", False))
+        with contextlib.suppress(ServiceError):
+            self._do(lambda: setattr(self, "_running", False))
         self.join()
         os.close(self._wake)
 
     def _do(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-        os.eventfd_write(self._wake, 1)
+        with self._telling:
+            self._check_running()
+            self._commands.put(command)
+            os.eventfd_write(self._wake, 1)
+
+    def _check_running(self) -> None:
+        if self._over:
+            kind = ServiceError if self._running else ServiceClosedError
+            raise kind(f"weights are moved no more: {self._over}", service="weight_sync")
 
     def run(self) -> None:
         """Answer and ask until stopped."""
+        reason = "this side was closed"
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            _log.exception("the thread that moves weights failed")
+            reason = f"the thread that moves weights failed: {type(error).__name__}: {error}"
+        with self._telling:
+            self._over = reason
+        while not self._commands.empty():
+            self._commands.get()()
+        for pull in list(self._pulls.values()):
+            self._fail(pull, reason)
+        self._router.close()
+        self._sockets.close()
+
+    def _work(self) -> None:
         self._poller.register(self._wake, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
         while self._running:
@@ -168,10 +213,6 @@ class Node(threading.Thread):
                     self._receive(pull)
                 elif time.monotonic() - pull.heard_at > self._stall_s:
                     self._give_up(pull, f"no byte for {self._stall_s:g} s")
-        for pull in list(self._pulls.values()):
-            self._fail(pull, "this side was closed")
-        self._router.close()
-        self._sockets.close()
 
     # What is held
 
@@ -189,7 +230,10 @@ class Node(threading.Thread):
 
     def _serve(self) -> None:
         while _has_message(self._router):
-            peer, raw, *rest = self._router.recv_multipart()
+            try:
+                peer, raw, *rest = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return  # its sender went away meanwhile
             header = Header.unpack(raw)
             if header is None or not self._is_trusted(header.content.origin):
                 continue  # a stranger: no state, no answer
@@ -247,6 +291,8 @@ class Node(threading.Thread):
             self._fail(running, "it was started again")
         self._held[pull.content] = pull.held
         self._pulls[pull.content] = pull
+        if self._over:
+            return  # it fails with the others
         self._connect(pull, pull.origin.address)
         self._ask(pull, Op.JOIN, self.address.encode())
 
@@ -254,7 +300,12 @@ class Node(threading.Thread):
         self._disconnect(pull)
         pull.parent, pull.asked = address, pull.held.landed
         pull.heard_at = time.monotonic()
-        pull.socket = self._sockets.client(address, pull.origin.keys)
+        try:
+            pull.socket = self._sockets.client(address, pull.origin.keys)
+        except (AsyncFlowError, zmq.ZMQError) as error:
+            # An address that is none, or no descriptors left: a fault of this pull alone.
+            self._give_up(pull, f"it cannot be reached: {error}")
+            return
         self._poller.register(pull.socket, zmq.POLLIN)
 
     def _disconnect(self, pull: _Pull) -> None:
@@ -264,15 +315,19 @@ class Node(threading.Thread):
             pull.socket = None
 
     def _ask(self, pull: _Pull, op: Op, what: bytes = b"", chunk: int = 0) -> None:
-        assert pull.socket is not None
+        if pull.socket is None:
+            return  # it has failed
         header = Header(op, pull.content, chunk)
         pull.socket.send_multipart([header.pack(), what])
 
     def _receive(self, pull: _Pull) -> None:
         socket = pull.socket
         while socket is not None and socket is pull.socket and _has_message(socket):
-            header = Header.unpack(socket.recv())
-            if header is None or header.content != pull.content:
+            try:
+                header = Header.unpack(socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return  # its sender went away meanwhile
+            if header is None or header.content != pull.content or not socket.get(zmq.RCVMORE):
                 self._give_up(pull, "it sent something else")
             elif header.op is Op.CHUNK:
                 self._take_chunk(pull, header.chunk)

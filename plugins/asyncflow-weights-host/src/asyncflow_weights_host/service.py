@@ -238,12 +238,21 @@ class HostWeightSync(VersionedWeightSync):
                     f"version {version} comes no further than bucket {number}: publishing it "
                     f"failed, or it is laid out in another way than the version before"
                 )
-            if looks % _LOOKS == _LOOKS - 1 and publisher_gone(Path(locator.path).parent):
+            if looks % _LOOKS == _LOOKS - 1 and self._publisher_gone(version, locator):
                 raise self._error(
                     f"version {version} comes no further than bucket {number}: its publisher ended"
                 )
             looks += 1
             await asyncio.sleep(_LOOK_S)
+
+    def _publisher_gone(self, version: int, locator: Locator) -> bool:
+        try:
+            return publisher_gone(Path(locator.path).parent)
+        except OSError as error:
+            raise self._error(
+                f"version {version} is still coming, and whether its publisher lives cannot be "
+                f"told: {error}"
+            ) from error
 
     def _open_root(self) -> Path:
         self._check_open()

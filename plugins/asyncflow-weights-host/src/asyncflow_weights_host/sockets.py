@@ -76,11 +76,15 @@ class Sockets:
         socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES + _SMALL_BYTES)
         socket.set_hwm(_QUEUED)
         socket.linger = 0
-        if public is not None:
-            socket.curve_serverkey = public
-            socket.curve_publickey = keys.public
-            socket.curve_secretkey = keys.secret
-        socket.connect(where)
+        try:
+            if public is not None:
+                socket.curve_serverkey = public
+                socket.curve_publickey = keys.public
+                socket.curve_secretkey = keys.secret
+            socket.connect(where)
+        except BaseException:
+            socket.close()  # an open one would keep the context from ending
+            raise
         return socket
 
     def close(self) -> None:
