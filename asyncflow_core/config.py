@@ -135,6 +135,11 @@ class RolloutConfig(ServiceConfig):
     """Which prompts go first, among those of the oldest batch that may start."""
     sampling: SamplingConfig = SamplingConfig()
     """How responses are drawn, in training and evaluation."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds in which a replica that holds rows may generate no token and finish no response.
+    Then it is ended and started again, as often as `watchdog.restarts` allows, and its rows are
+    generated again. Longer than it stands still to take weights; for an engine that counts tokens
+    only when a response ends, longer than the longest response."""
     switch_mode: Literal["auto", "drain", "in_flight", "abort_resume"] = "auto"
     """When new weights start to serve. auto: in_flight with preset async, a max_staleness above 0
     and an engine that can, else drain."""
@@ -351,12 +356,14 @@ class EvaluationConfig(Section):
 class WatchdogConfig(Section):
     """What is done about services that die, are stuck, or wait for each other."""
 
-    stuck_s: float = Field(15.0, gt=0)
-    """Seconds a process may give no sign of life before it is ended. While it starts and loads its
-    model the launcher's `start_timeout_s` holds instead."""
+    stuck_s: float = Field(15.0, ge=1)
+    """Seconds a process may give no sign of life before it is ended; a busy machine alone may take
+    most of one. While it starts and loads its model the launcher's `start_timeout_s` holds
+    instead."""
     restarts: int = Field(3, ge=0)
     """Times each rollout replica and each stage's worker may be started again within
-    `restart_window_s`; one more death ends the run."""
+    `restart_window_s`, and in a row while no row of the run is finished, however long that takes;
+    one more death ends the run."""
     on_trainer_death: Literal["end", "resume"] = "end"
     """What a trainer that dies, any of its ranks, or is stuck does to the run. end: it ends, and
     `asyncflow run --resume` goes on with it. resume: all processes are ended and the run goes on
@@ -443,9 +450,13 @@ class RunConfig(Section):
                 "order ready_first cannot be resumed: leave checkpoint.every out, or use order "
                 "batches"
             )
-        reserved = {"rollout", "proximal", "filter", "train", "record"} & set(self.stages)
+        reserved = {"rollout", "proximal", "filter", "train", "trainer", "record"} & set(
+            self.stages
+        )
         if reserved:
-            raise ValueError(f"stage names {sorted(reserved)} are taken by the flow's own tasks")
+            raise ValueError(
+                f"stage names {sorted(reserved)} are taken by the flow's own tasks and processes"
+            )
         used = {stage.model for stage in self.stages.values()} - {""}
         idle = sorted(set(self.models) - used)
         if idle:

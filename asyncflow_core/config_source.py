@@ -17,13 +17,14 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from asyncflow_core.config import RunConfig
+from asyncflow_core.config import RunConfig, SamplingConfig
 from asyncflow_core.errors import ConfigError
 
 __all__ = ["ConfigSource", "dump_yaml", "parse_override", "parse_overrides"]
 
 Path_ = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
+_OVERRIDE = "override"
 
 
 class ConfigSource:
@@ -71,6 +72,7 @@ class ConfigSource:
             child = node.get(key)
             if child is None:
                 child = node[key] = {}
+                self._places[keys[: depth + 1]] = _OVERRIDE
             if not isinstance(child, dict):
                 place = ".".join(str(k) for k in keys[: depth + 1])
                 raise ConfigError(f"override {path}: {place} is {child!r}, it has no keys")
@@ -78,14 +80,22 @@ class ConfigSource:
         node[keys[-1]] = value
         for known in [p for p in self._places if p[: len(keys)] == keys]:
             del self._places[known]
-        self._places[keys] = "override"
+        self._places[keys] = _OVERRIDE
 
     def place(self, path: Path_) -> str:
-        """Where the nearest written ancestor of a path stands; empty when built in Python."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self._places:
-                return self._places[path[:end]]
-        return self._places.get((), "")
+        """Where the nearest written ancestor of a path stands; empty when built in Python.
+
+        What is wrong with a whole section may come from the file or from an override of a part.
+        """
+        known = (
+            self._places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._places
+        )
+        place = next(known, "")
+        if place not in ("", _OVERRIDE) and any(
+            found == _OVERRIDE and part[: len(path)] == path for part, found in self._places.items()
+        ):
+            return f"{place} with an override"
+        return place
 
     def fault(self, path: Path_, message: str) -> str:
         """One fault as text: place, path, what is wrong."""
@@ -114,7 +124,7 @@ class ConfigSource:
             found: dict[Path_, list[str]] = {}
             for detail in error.errors(include_url=False):
                 path = _shown(detail, values)
-                found.setdefault(path, []).append(_message(model, detail))
+                found.setdefault(path, []).append(_message(model, detail, at))
             return None, [
                 self.fault((*at, *path), "; or ".join(dict.fromkeys(messages)))
                 for path, messages in found.items()
@@ -216,23 +226,53 @@ def _shown(detail: Any, values: Any) -> Path_:
     return tuple(path)
 
 
-def _message(model: type[BaseModel], detail: Any) -> str:
+def _message(model: type[BaseModel], detail: Any, at: Path_) -> str:
     kind, loc, value = detail["type"], detail["loc"], detail.get("input")
     if kind == "extra_forbidden":
-        return _unknown_key(model, loc)
+        return _unknown_key(model, loc, at)
     if kind == "missing":
         return "required, and missing"
     message = detail["msg"].removeprefix("Value error, ")
     if kind == "value_error":
         return str(message)
+    if kind == "model_type":
+        message = _no_section(model, loc, value)
     return f"{message[0].lower()}{message[1:]}, got {value!r}"
 
 
-def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
+def _no_section(model: type[BaseModel], loc: tuple[str | int, ...], value: Any) -> str:
+    """What should stand where something else than a section does."""
+    section = _model_at(model, loc)
+    fields = list(section.model_fields) if section else []
+    if "function" in fields and callable(value):
+        return "a function becomes a stage by af.reward(f), or af.stage(f, reads=..., writes=...)"
+    if "function" in fields and isinstance(value, str) and ":" in value:
+        return f"a section is a mapping, as {{function: '{value}', kind: reward}}"
+    if "plugin" in fields:
+        name = value if isinstance(value, str) else "NAME"
+        return f"a section is a mapping that names its plugin, as {{plugin: {name}}}"
+    return f"a section is a mapping with keys of {', '.join(sorted(fields))}"
+
+
+def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...], at: Path_) -> str:
     parent = _model_at(model, loc[:-1])
-    fields = list(parent.model_fields) if parent else []
-    near = difflib.get_close_matches(str(loc[-1]), fields, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"keys here are {', '.join(sorted(fields))}"
+    fields, key = list(parent.model_fields) if parent else [], str(loc[-1])
+    if len(loc) == 1 and at[-1:] == ("options",):  # next door: the keys of the plugin's section
+        section = _model_at(RunConfig, at[:-1])
+        near_by = section.model_fields if section else {}
+        dotted = ".".join(map(str, at[:-1]))
+        if key in near_by:
+            return f"unknown key; it is no option of the plugin, but {dotted}.{key}"
+        if "sampling" in near_by and key in SamplingConfig.model_fields:
+            return f"unknown key; it is no option of the plugin, but {dotted}.sampling.{key}"
+    by_plugin = {"plugin", "options"} <= set(fields)
+    # That `slots` looks a little like `options` tells nobody where to put it.
+    meant = [name for name in fields if name != "options" or key.startswith("opt")]
+    near = difflib.get_close_matches(key, meant, n=1, cutoff=0.5)
+    here = f"keys here are {', '.join(sorted(fields))}" if fields else "there are no keys here"
+    hint = f"did you mean {near[0]!r}?" if near else here
+    if by_plugin and not near:
+        hint += "; what is the plugin's own stands in `options`"
     return f"unknown key; {hint}"
 
 

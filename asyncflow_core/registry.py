@@ -147,10 +147,11 @@ class Plugin:
         try:
             return self.options.model_validate(dict(options))
         except ValidationError as error:
-            faults = [(".".join(map(str, e["loc"])) or "(all)", e["msg"]) for e in error.errors()]
-            raise ConfigError(
-                [f"{self.label}, option {place}: {message}" for place, message in faults]
-            ) from None
+            from asyncflow_core.config_source import ConfigSource  # only now: it reads YAML
+
+            _, faults = ConfigSource.from_values({}).validate(self.options, dict(options))
+            what = ", option " if all(detail["loc"] for detail in error.errors()) else ": "
+            raise ConfigError([f"{self.label}{what}{fault}" for fault in faults]) from None
 
 
 class Registrar:
@@ -176,7 +177,7 @@ class Registrar:
         """Offer one thing; the arguments are those of `Plugin`.
 
         Raises:
-            PluginError: an unknown kind, or a name offered twice.
+            PluginError: an unknown kind, a name offered twice, a factory or options of no use.
             PluginIncompatibleError: written for another version of the kind's contract.
         """
         if kind not in API_VERSIONS:
@@ -184,13 +185,25 @@ class Registrar:
                 f"plugin {name!r} of {self._distribution} has the kind {kind!r}; "
                 f"kinds are {', '.join(KINDS)}"
             )
+        who = f"{kind} plugin {name!r} of {self._distribution}"
+        if not callable(factory):
+            raise PluginError(
+                f"{who} has the factory {factory!r}, which cannot be called; give a class or a "
+                f"function of (options, context)"
+            )
+        if not _is_model(options):
+            raise PluginError(
+                f"{who} has the options {options!r}; give a pydantic model, a subclass of "
+                f"asyncflow_core.config.Section"
+            )
         ours = API_VERSIONS[kind]
+        taken = " or ".join(str(version) for version in (ours, ours - 1) if version)
         if api_version not in (ours, ours - 1):
             newer = api_version > ours
             upgrade = _CORE if newer else self._distribution
             raise PluginIncompatibleError(
-                f"{kind} plugin {name!r} of {self._distribution} is written for API version "
-                f"{api_version}, this core has {ours} and takes {ours} or {ours - 1}; "
+                f"{who} is written for API version "
+                f"{api_version}, this core has {ours} and takes {taken}; "
                 f"try: pip install --upgrade {upgrade}"
             )
         plugin = Plugin(
@@ -338,7 +351,7 @@ def discover() -> list[PluginEntry]:
     is left out with a warning: a foreign mistake must not stop a run that does not use it.
     """
     allowed = os.environ.get("ASYNCFLOW_PLUGINS")
-    names = None if allowed is None else {_CORE, *map(_normalised, allowed.split(","))}
+    names = None if allowed is None else {_CORE, *map(_normalised, allowed.split(","))} - {""}
     found = []
     for point in metadata.entry_points(group=hookspecs.PROJECT):
         distribution = _normalised(point.dist.name) if point.dist else "(unknown)"
@@ -356,7 +369,18 @@ def discover() -> list[PluginEntry]:
             kind, name, point.value, distribution, point.dist.version if point.dist else ""
         )
         found.append(entry)
+    idle = sorted((names or set()) - {entry.distribution for entry in found} - {_CORE})
+    if idle:
+        _logger.warning(
+            "ASYNCFLOW_PLUGINS names %s, of which no plugin is installed; it takes names of "
+            "distributions (`pip list`), separated by commas",
+            ", ".join(idle),
+        )
     return sorted(found, key=lambda entry: (entry.kind, entry.name, entry.distribution))
+
+
+def _is_model(options: Any) -> bool:
+    return isinstance(options, type) and issubclass(options, BaseModel)
 
 
 def _normalised(distribution: str) -> str:

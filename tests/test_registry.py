@@ -14,7 +14,14 @@ from asyncflow_core.errors import (
     PluginNotFoundError,
 )
 from asyncflow_core.hookspecs import hookimpl
-from asyncflow_core.registry import API_VERSIONS, PluginEntry, Registry, discover
+from asyncflow_core.registry import (
+    API_VERSIONS,
+    NoOptions,
+    PluginEntry,
+    Registrar,
+    Registry,
+    discover,
+)
 
 REGISTERS = """
 from asyncflow_core.hookspecs import hookimpl
@@ -244,6 +251,32 @@ def test_add_module_that_an_entry_point_also_names(install):
     assert registry.get("rollout", "both").distribution == "(python)"
 
 
+@pytest.mark.parametrize(
+    ("factory", "options", "why"),
+    [
+        (7, NoOptions, r"has the factory 7, which cannot be called; give a class or a function"),
+        (dict, dict, r"has the options <class 'dict'>; give a pydantic model, a subclass of asy"),
+        (dict, {"x": 1}, r"has the options \{'x': 1\}; give a pydantic model"),
+    ],
+)
+def test_add_offer_of_no_use_is_named(factory, options, why):
+    with pytest.raises(PluginError, match=f"^rollout plugin 'a' of af-odd {why}"):
+        Registrar("af-odd").add("rollout", "a", factory, api_version=1, options=options)
+
+
+def test_discover_allow_list_with_a_name_that_offers_nothing_warns(install, monkeypatch, caplog):
+    install("af-right", {"rollout.right": "af_right"}, {})
+    monkeypatch.setenv("ASYNCFLOW_PLUGINS", "af_right, af-wrong,")
+    assert "af-right" in {entry.distribution for entry in discover()}
+    assert [message.split(",")[0] for message in caplog.messages] == [
+        "ASYNCFLOW_PLUGINS names af-wrong"
+    ]
+    caplog.clear()
+    monkeypatch.setenv("ASYNCFLOW_PLUGINS", "")
+    discover()
+    assert caplog.messages == []
+
+
 def test_parse_options_all_faults_named():
     registry = Registry([])
     registry.add(hand_made("m", ("rollout", "a", 1)))
@@ -253,3 +286,4 @@ def test_parse_options_all_faults_named():
         "rollout.a, option x",
         "rollout.a, option y",
     ]
+    assert error.value.faults[0].endswith("unknown key; there are no keys here")

@@ -1,4 +1,4 @@
-"""`asyncflow run | doctor | plugins | serve | keys`."""
+"""`asyncflow run | doctor | plugins | serve | top | keys`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from asyncflow_core import __version__
+from asyncflow_core.cli.output import forget_output, output_is_gone, ready_streams, say
 from asyncflow_core.errors import AsyncFlowError, ConfigError
 
 __all__ = ["main"]
@@ -26,22 +27,30 @@ def cli() -> None:
 @cli.command()
 @click.argument("config", type=click.Path(), required=False)
 @click.argument("overrides", nargs=-1)
-@click.option("--resume", metavar="RUN", help="Go on with the run in the folder RUN (runs/NAME).")
+@click.option("--resume", metavar="RUN", help="Go on with RUN, by its name or its folder.")
 def run(config: str | None, overrides: Sequence[str], resume: str | None) -> None:
     """Train: run CONFIG with OVERRIDES.
 
     CONFIG is a YAML file; an override is section.key=value, as in workflow.steps=10.
-    With --resume there is no CONFIG: the run has its own.
+    With --resume there is no CONFIG: the run has its own. RUN is its folder, or its name below
+    runs/.
     """
     from asyncflow_core.cli.progress import Progress
+    from asyncflow_core.cli.runs import find_run
     from asyncflow_core.config_source import parse_overrides
     from asyncflow_core.flow.flow import Flow
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # SIGTERM ends a run as Ctrl-C does: every process and file of it goes with it.
-    signal.signal(signal.SIGTERM, _interrupt)
+    _end_as_by_ctrl_c()
     if resume is not None:  # the first argument is an override then
-        flow = Flow.resume(resume, parse_overrides([config, *overrides] if config else []))
+        if config is not None and "=" not in config:
+            raise click.UsageError(
+                f"--resume goes on with a run by its own configuration; leave CONFIG {config!r} "
+                f"out, and give what is to change as section.key=value"
+            )
+        flow = Flow.resume(
+            find_run(resume), parse_overrides([config, *overrides] if config else [])
+        )
     elif config is not None:
         flow = Flow.from_config(config, parse_overrides(overrides))
     else:
@@ -115,6 +124,7 @@ def serve(
         raise click.UsageError("serve takes KIND, PLUGIN and --bind ADDRESS")
     from asyncflow_core.cli.serve import serve_by_hand
 
+    _end_as_by_ctrl_c()
     sys.exit(serve_by_hand(kind, plugin, options, bind, keys=keys, allow=allow))
 
 
@@ -164,34 +174,34 @@ class _StartedError(Exception):
 def _failed(error: Exception) -> int:
     """Say why; the exit status."""
     if isinstance(error, ConfigError):
-        print(f"asyncflow: {len(error.faults)} fault(s), nothing was started:", file=sys.stderr)
-        for fault in error.faults:
-            print(f"  {fault}", file=sys.stderr)
+        lines = [f"asyncflow: {len(error.faults)} fault(s), nothing was started:"]
+        say("\n  ".join([*lines, *error.faults]))
         return 2
     if isinstance(error, AsyncFlowError):
-        print(f"asyncflow: {error.code}: {error}", file=sys.stderr)
+        say(f"asyncflow: {error.code}: {error}")
     elif isinstance(error, _StartedError):
-        print(f"asyncflow: the run was ended, config: {error}", file=sys.stderr)
-    elif isinstance(error, OSError) and _output_is_gone():
-        _forget_output()
-        print(f"asyncflow: what it prints cannot be written: {error.strerror}", file=sys.stderr)
+        say(f"asyncflow: the run was ended, config: {error}")
+    elif isinstance(error, OSError) and output_is_gone():
+        return _output_failed(error)
     else:
         raise error
     return 1
 
 
-def _output_is_gone() -> bool:
-    """Whether standard output takes nothing more: what it did not take is still in its buffer."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
+def _output_failed(error: OSError) -> int:
+    forget_output()
+    say(f"asyncflow: what it prints cannot be written: {error.strerror}")
+    return 1
 
 
-def _forget_output() -> None:
-    """The interpreter flushes what is left when it ends, and would fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _end_as_by_ctrl_c() -> None:
+    """SIGTERM and the end of the terminal (SIGHUP) take every process and file along, too.
+
+    Under nohup SIGHUP is ignored, and stays so.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(*_: Any) -> None:
@@ -204,9 +214,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: the run failed. 2: what was asked for is wrong, nothing was started. 130: ended by
     Ctrl-C.
     """
+    ready_streams()
     if os.getcwd() not in sys.path and "" not in sys.path:
         # Functions by module:name are found where the command is started, as with `python -m`.
         sys.path.insert(0, os.getcwd())
+    status = _run(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # the last of it; the interpreter would end with 120
+        failed = _output_failed(error)
+        return status or failed
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         cli.main(args=arguments, prog_name="asyncflow", standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -215,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return 2
     except (click.Abort, KeyboardInterrupt):
-        print("asyncflow: interrupted; every process of the run was ended", file=sys.stderr)
+        runs = (sys.argv[1:] if arguments is None else arguments)[:1] == ["run"]
+        say("asyncflow: interrupted" + ("; every process of the run was ended" if runs else ""))
         return 130
     except (AsyncFlowError, _StartedError, OSError) as error:
         return _failed(error)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from asyncflow_core import metrics
+from asyncflow_core.cli.output import forget_output
 from asyncflow_core.config import RunConfig
 from asyncflow_core.flow.running.results import StepResult, Summary
 
@@ -41,6 +42,7 @@ class Progress:
             print(text, end=end, flush=True)
         except OSError as error:
             self._silent = True
+            forget_output()  # whoever else prints here, a reward on a thread, goes on as well
             _log.warning("the progress cannot be shown any more (%s); the run goes on", error)
 
     def starting(self) -> None:
@@ -107,6 +109,8 @@ class Progress:
             self._print(
                 f"held-out {what}: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
             )
+        elif self._config.evaluation is not None:
+            self._print("held-out score: none, no held-out prompt was answered before and after")
 
 
 def _clock(seconds: float) -> str:

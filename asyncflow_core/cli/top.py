@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncflow_core.errors import ConfigError, DataError
+from asyncflow_core.cli.runs import find_run
+from asyncflow_core.errors import DataError
 from asyncflow_core.flow.running.status import STATUS_FILE, Status, WorkerStatus
 
-__all__ = ["find_run", "picture", "top"]
+__all__ = ["picture", "top"]
 
 _WIDTH = 79
 _BAR = 20
@@ -31,7 +32,7 @@ def top(run: str, *, once: bool, as_json: bool) -> int:
         once: print once. Without a terminal that is what happens anyway.
         as_json: print `status.json`, with the summary of a finished run beside it.
     """
-    folder = find_run(run)
+    folder = find_run(run, file=STATUS_FILE)
     if as_json:
         status, summary = _read(folder)
         print(json.dumps({**json.loads(status.to_json()), "summary": summary}))
@@ -49,21 +50,6 @@ def top(run: str, *, once: bool, as_json: bool) -> int:
         if not refreshing or status.state not in ("starting", "running"):
             return int(status.state == "failed")
         time.sleep(status.every_s)
-
-
-def find_run(run: str) -> Path:
-    """The folder of a run.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / STATUS_FILE).is_file():
-            return folder
-    raise ConfigError(
-        f"there is no run {run!r}: neither {run}/{STATUS_FILE} nor runs/{run}/{STATUS_FILE} is "
-        f"there; give the run's folder or its name, from the folder where it was started"
-    )
 
 
 def _read(folder: Path) -> tuple[Status, dict[str, Any] | None]:

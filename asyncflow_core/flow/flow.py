@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncflow_core.config import RolloutConfig, RunConfig, StageConfig, TrainerConfig
+from asyncflow_core.config import (
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    StageConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
 from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import ConfigError, ServiceClosedError
 from asyncflow_core.flow.planning.plan import Plan, make_plan
@@ -251,9 +258,18 @@ class Flow:
             try:
                 self._summary = await Controller(self._plan, self._folder, on_step).run()
             except EndedError as error:
-                if not (self._goes_on(error) and restarts.allowed("trainer", time.monotonic())):
+                if not self._goes_on(error):
                     raise
                 step = resumable(self._folder.path)
+                if refusal := restarts.refusal("trainer", time.monotonic(), finished=step):
+                    if not restarts.limit:
+                        raise
+                    raise EndedError(
+                        f"the run was resumed {refusal} (watchdog.restarts), the last time from "
+                        f"step {step}, and its trainer died once more: {error}",
+                        service=error.service,
+                        trains=True,
+                    ) from error
                 _log.warning("%s\nthe run goes on from its checkpoint of step %d", error, step)
                 resume = True
             else:
@@ -310,18 +326,21 @@ class _RunThread(threading.Thread):
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "rollout": RolloutConfig.model_fields,
     "trainer": TrainerConfig.model_fields,
+    "weight_sync": WeightSyncConfig.model_fields,
+}
+_NAMED: Mapping[str, Mapping[str, Any]] = {
+    "models": ModelConfig.model_fields,
+    "stages": StageConfig.model_fields,
 }
 
 
 def _tree(sections: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in sections.items():
-        if name == "stages":
+        if name in _NAMED:
             if not isinstance(value, Mapping):
-                raise ConfigError(f"stages is a mapping of name to stage, got {value!r}")
-            tree[name] = {
-                key: _section(made, StageConfig.model_fields) for key, made in value.items()
-            }
+                raise ConfigError(f"{name} is a mapping of name to section, got {value!r}")
+            tree[name] = {key: _section(made, _NAMED[name]) for key, made in value.items()}
         else:
             tree[name] = _section(value, _FIELDS.get(name, {"options": None}))
     return tree

@@ -37,13 +37,20 @@ def is_local(address: str) -> bool:
     """Whether only this machine reaches an address: ipc, or tcp on the loopback.
 
     Raises:
-        ConfigError: it is neither ipc nor tcp.
+        ConfigError: it is neither ipc nor tcp, or has no port.
     """
     if address.startswith("ipc://"):
         return True
     if not address.startswith("tcp://"):
         raise ConfigError(f"the address {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
-    host = urllib.parse.urlsplit(address.replace(":*", ":0")).hostname or ""
+    parts = urllib.parse.urlsplit(address.replace(":*", ":0"))
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if port is None:  # libzmq takes 65536 + n for n
+        raise ConfigError(f"the address {address!r} needs a port from 0 to 65535, or *: HOST:PORT")
+    host = parts.hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -66,8 +66,12 @@ class KeyPair:
         text = f"{_HEADING}public {self.public.hex()}\nsecret {self.secret.hex()}\n"
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(text)
+            try:
+                with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                    file.write(text)
+            except OSError:  # no room: half a pair is none, and would be in the way
+                os.unlink(path)
+                raise
         except OSError as error:
             raise ConfigError(
                 f"the key file {os.fspath(path)!r} cannot be written: {error.strerror}; "

@@ -43,8 +43,14 @@ def stars(*args):
 def nothing():
     return 0.0
 
+async def later(response):
+    return 0.0
+
 def columns(batch):
     return {"extra": [0] * batch.rows}
+
+def plain(batch):
+    return {"advantages": [[1.0] * n for n in batch["response_ids"].lengths]}
 
 NUMBER = 3
 """
@@ -150,7 +156,8 @@ def command(capsys):
 
 @pytest.fixture(autouse=True)
 def _signals():
-    """`asyncflow run` takes SIGTERM; the tests' own process gets it back."""
-    before = signal.getsignal(signal.SIGTERM)
+    """`asyncflow run` and `serve` take them; the tests' own process gets them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

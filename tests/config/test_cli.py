@@ -38,19 +38,18 @@ pytestmark = pytest.mark.multiproc
 def asyncflow(folder, tmp_path):
     """Run the installed command; its own environment, this test's plugins on PYTHONPATH."""
 
-    def call(*arguments):
-        environment = {
+    def call(*arguments, by=(), environment=(), **streams):
+        inherited = {
             key: value for key, value in os.environ.items() if not key.startswith("ASYNCFLOW")
         }
-        environment["PYTHONPATH"] = str(tmp_path / "site")
         return subprocess.run(
-            [COMMAND, *map(str, arguments)],
+            [*by, COMMAND, *map(str, arguments)],
             cwd=folder,
-            env=environment,
-            capture_output=True,
+            env={**inherited, "PYTHONPATH": str(tmp_path / "site"), **dict(environment)},
             text=True,
             timeout=60,
             check=False,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
         )
 
     return call
@@ -86,10 +85,60 @@ def test_command_two_distributions_with_one_name_are_both_named(asyncflow, write
     assert "af-config (af_config_fakes) and af-twin (x)" in done.stdout
 
 
+BUFFERED = [{"PYTHONUNBUFFERED": ""}, {"PYTHONUNBUFFERED": "1"}]
+
+
+@pytest.mark.parametrize("environment", BUFFERED)
+@pytest.mark.parametrize("verb", ["plugins", "doctor", "--help", "--version", "keys"])
+def test_command_whose_output_is_full_says_so_and_ends_with_1(asyncflow, write, verb, environment):
+    arguments = {"doctor": ["doctor", write()], "keys": ["keys", "new", "k"]}.get(verb, [verb])
+    with open("/dev/full", "w") as full:
+        done = asyncflow(*arguments, stdout=full, environment=environment)
+    assert done.stderr == ("asyncflow: what it prints cannot be written: No space left on device\n")
+    assert done.returncode == 1
+
+
+def test_command_without_standard_streams_does_its_work(asyncflow, write, folder):
+    # As some daemons start it; what is opened next must not take the streams' numbers.
+    closed = ("sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-')
+    assert asyncflow("doctor", write(), by=closed).returncode == 0
+    assert asyncflow("doctor", "nobody.yaml", by=closed).returncode == 2
+    assert asyncflow("run", write(), *INLINE, by=closed).returncode == 0
+    assert (folder / "runs" / "mine" / "summary.json").is_file()
+
+
+def test_command_output_of_a_narrow_encoding_escapes_what_it_has_not(asyncflow, write):
+    done = asyncflow("doctor", write(), "name=\u00e9", environment={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 2
+    assert "got '\\xe9'" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("environment", BUFFERED)
+def test_run_whose_reader_goes_away_ends_with_the_status_of_its_work(
+    asyncflow, write, folder, environment
+):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = asyncflow("run", write(), *INLINE, stdout=pipe, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot be shown any more") == 1
+    assert "Exception ignored" not in done.stderr
+    assert (folder / "runs" / "mine" / "summary.json").is_file()
+
+
+def test_run_resumed_with_a_configuration_says_that_it_has_its_own(asyncflow, write):
+    done = asyncflow("run", write(), "--resume", "runs/mine")
+    assert done.returncode == 2
+    assert "goes on with a run by its own configuration; leave CONFIG" in done.stderr
+
+
 INLINE = (
     *("launcher={plugin: inline}", "weight_sync={plugin: memory}"),
-    *("prompts={plugin: late}",),
+    "stages.advantage={function: 'my_reward:plain', writes: [advantages], reads: [response_ids]}",
 )
+LATE_PROMPTS = "prompts={plugin: late}"
 
 
 def test_command_configuration_fault_after_the_start_does_not_say_nothing_was_started(
@@ -97,10 +146,10 @@ def test_command_configuration_fault_after_the_start_does_not_say_nothing_was_st
 ):
     distribution(tmp_path / "site", "af-late", {"prompts.late": "af_late"}, {"af_late": LATE})
     overrides = [*INLINE, "stages={reward: {function: 'my_reward:right', kind: reward}}"]
-    done = asyncflow("run", write(), *overrides, "loss={plugin: tabular_ppo_clip}")
+    done = asyncflow("run", write(), LATE_PROMPTS, *overrides, "loss={plugin: tabular_ppo_clip}")
     assert done.returncode == 2  # nobody writes advantages: still before the start
     assert "nothing was started" in done.stderr
-    done = asyncflow("run", write(), *INLINE, "stages.advantage={plugin: made_up}")
+    done = asyncflow("run", write(), *INLINE, LATE_PROMPTS, "stages.advantage={plugin: made_up}")
     assert done.returncode == 1
     assert "asyncflow: the run was ended, config: the judge's key is not set" in done.stderr
     assert "nothing was started" not in done.stderr

@@ -219,9 +219,11 @@ def test_flow_mistakes_in_python_come_at_once_without_a_file(folder):
     assert "stages.reward.function: input should be a valid string, got 3" in faults
     assert "launcher.plugin: no launcher plugin 'lokal'" in faults
     assert len(found.value.faults) == 3
+    with pytest.raises(ConfigError, match=r"stages\.reward: a function becomes a stage by af\.rew"):
+        af.Flow(stages={"reward": right})
     with pytest.raises(ConfigError, match=r"^stages\.extra: task 'extra' reads the column 'noth"):
         python_flow(folder, right, extra)
-    with pytest.raises(ConfigError, match="stages is a mapping of name to stage"):
+    with pytest.raises(ConfigError, match="stages is a mapping of name to section"):
         af.Flow(stages=[right])
 
 
@@ -244,3 +246,25 @@ def test_config_every_field_is_documented():
     for section in _sections():
         for name, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{name}"
+
+
+def _with_plugin():
+    """Of each section that names a plugin: how it is given, and what it has beside options."""
+    for name, found in RunConfig.model_fields.items():
+        kinds = [found.annotation, *getattr(found.annotation, "__args__", ())]
+        for model in (kind for kind in kinds if isinstance(kind, type)):
+            if issubclass(model, Section) and {"plugin", "options"} <= set(model.model_fields):
+                yield name, model is not found.annotation, set(model.model_fields)
+
+
+@pytest.mark.parametrize(("section", "named", "fields"), list(_with_plugin()))
+def test_use_knows_the_fields_of_every_section_from_options_of_the_plugin(
+    folder, section, named, fields
+):
+    wrong = object()
+    made = af.use("nobody", **dict.fromkeys(fields - {"plugin", "options"}, wrong))
+    with pytest.raises(ConfigError) as found:
+        af.Flow(**{section: {"mine": made} if named else made})
+    place = f"{section}.mine" if named else section
+    for field in fields - {"plugin", "options"}:
+        assert any(fault.startswith(f"{place}.{field}: ") for fault in found.value.faults), field

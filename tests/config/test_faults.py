@@ -120,6 +120,46 @@ CASES = [
         [("{slots: 4}", "{slots: 4, model: [1]}")],
         ("slots", "rollout.options.model: unknown key"),
     ),
+    case(
+        "section of a plugin is a word",
+        [(ROLLOUT, "rollout: tabular\n")],
+        ("rollout:", "rollout: a section is a mapping that names its plugin, as {plugin: tabular}"),
+    ),
+    case(
+        "section without a plugin is a word",
+        [(BASE[BASE.index("workflow:") : BASE.index("weight_sync:")], "workflow: async\n")],
+        ("workflow:", "workflow: a section is a mapping with keys of", "steps", "got 'async'"),
+    ),
+    case(
+        "a stage is a function's name",
+        [('{function: "my_reward:right", kind: reward}', '"my_reward:right"')],
+        ("reward:", "stages.reward:", "as {function: 'my_reward:right', kind: reward}, got"),
+    ),
+    case(
+        "option beside options",
+        [("  options: {slots: 4}", "  slots: 4")],
+        ("slots", "rollout.slots: unknown key; keys here are", "plugin's own stands in `options`"),
+    ),
+    case(
+        "options misspelt",
+        [("  options: {slots: 4}", "  option: {slots: 4}")],
+        ("option:", "rollout.option: unknown key; did you mean 'options'?"),
+    ),
+    case(
+        "key of the section among the options",
+        [("{slots: 4}", "{replicas: 2}")],
+        ("replicas", "rollout.options.replicas: unknown key", "no option", "but rollout.replicas"),
+    ),
+    case(
+        "key of a stage among its options",
+        [("advantage: {plugin: made_up}", "advantage: {plugin: made_up, options: {workers: 2}}")],
+        ("advantage", "stages.advantage.options.workers: unknown", "but stages.advantage.workers"),
+    ),
+    case(
+        "sampling among the options",
+        [("{slots: 4}", "{temperature: 0.5}")],
+        ("temperature", "rollout.options.temperature:", "but rollout.sampling.temperature"),
+    ),
     # Plugins
     case(
         "unknown plugin with a near name",
@@ -408,6 +448,11 @@ CASES = [
         ("builtins", "a reward's parameters must be known"),
     ),
     case(
+        "reward that is async",
+        [("my_reward:right", "my_reward:later")],
+        ("my_reward", "function 'later' is async, and a stage awaits nothing; give a plain"),
+    ),
+    case(
         "reward with the parameter of a column nobody writes",
         [("my_reward:right", "my_reward:typo")],
         (
@@ -465,6 +510,11 @@ CASES = [
         "stage named as the flow's own",
         [("  reward:", "  rollout:")],
         (None, "stage names ['rollout'] are taken by the flow's own tasks"),
+    ),
+    case(
+        "stage named as one of the flow's own processes",
+        [("  reward:", "  trainer:")],
+        (None, "stage names ['trainer'] are taken by the flow's own tasks and processes"),
     ),
     case(
         "stage whose name is a path",
@@ -697,8 +747,12 @@ OVERRIDES = [
     ("seed=[1", "override 'seed=[1': the value is not YAML; quote it"),
     ("workflow.max_stalenes=1", "override: workflow.max_stalenes: unknown key; did you mean"),
     ("workflow.steps=many", "override: workflow.steps: "),
+    ("wrkflow.steps=1", "override: wrkflow: unknown key; did you mean 'workflow'?"),
     ("name.first=x", "override name.first: name is 'mine', it has no keys"),
     ("workflow=3", "override: workflow: "),
+    ("workflow.preset=sequential workflow.max_staleness=2", "config.yaml:16 with an override: wor"),
+    ("prompts.options.path=none", "config.yaml:4 with an override: prompts.options: "),
+    ("workflow.updates_per_step=3", "config.yaml:16 with an override: workflow: groups_per_step"),
     ("rollout.plugin=tabulr", "override: rollout.plugin: no rollout plugin 'tabulr'"),
 ]
 
@@ -706,7 +760,7 @@ OVERRIDES = [
 @pytest.mark.parametrize(("override", "expected"), OVERRIDES)
 @pytest.mark.parametrize("verb", ["doctor", "run"])
 def test_override_mistake_is_named(verb, override, expected, write, command, folder):
-    status, out, err = command(verb, write(), override)
+    status, out, err = command(verb, write(), *override.split(" "))
     assert status == 2
     assert expected in out + err
     assert not (folder / "runs").exists()

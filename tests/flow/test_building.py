@@ -41,6 +41,15 @@ def test_factory_that_raises_one_of_our_errors_is_left_alone():
         build(plugin(raising(DataError("mine"))), None, CONTEXT)
 
 
+def test_factory_that_returns_no_service_is_named():
+    theirs = Plugin("rollout", "theirs", lambda options, ctx: None, distribution="their-dist")
+    said = r"^rollout\.theirs of their-dist cannot be built: its factory returned None, which is "
+    with pytest.raises(
+        ServiceError, match=said + r"no asyncflow_core\.Rollout; let it return one$"
+    ):
+        build(theirs, None, CONTEXT)
+
+
 def test_stage_that_cannot_be_called_is_refused():
     stage = StageConfig(plugin="theirs")
     with pytest.raises(ConfigError, match=r"stage\.theirs of their-dist makes a int; a stage is"):

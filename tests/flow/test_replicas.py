@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from asyncflow_core.config import WeightSyncConfig
-from asyncflow_core.errors import PeerLostError
+from asyncflow_core.errors import EngineError, PeerLostError
+from asyncflow_core.flow.processes.control import WorkStats
 from asyncflow_core.flow.processes.replicas import Replicas
 from asyncflow_core.flow.weights.switching import Switching
 from asyncflow_core.services.rollout import RolloutStats, SwitchMode
@@ -19,11 +20,16 @@ class Replica:
         self.name = name
         self.dead = False
         self.now = RolloutStats(**stats)
+        self.worked = WorkStats(0.0, 0.0, 0)
         self.serves = []
 
     async def stats(self):
         self.check()
         return self.now
+
+    async def work(self):
+        self.check()
+        return self.worked
 
     async def stage(self, published):
         self.check()
@@ -38,12 +44,23 @@ class Replica:
             raise PeerLostError("the connection is gone", service=self.name)
 
 
+def of(replicas, *, timeout_s=1e9, **more):
+    ended = []
+
+    async def end(name, reason):
+        ended.append((name, reason))
+
+    made = Replicas(replicas, end, timeout_s=timeout_s, **more)
+    made.ended = ended
+    return made
+
+
 async def test_counters_go_on_over_lives_and_what_was_begun_is_known():
     first, other = (
         Replica("a", tokens_generated=10, busy_s=1.0, tokens_unfinished=4),
         Replica("b", tokens_generated=5, busy_s=2.0, tokens_lost=1),
     )
-    replicas = Replicas({"a": first, "b": other})
+    replicas = of({"a": first, "b": other})
     assert (await replicas.totals()).tokens_generated == 15
     first.dead = True
     assert (await replicas.totals()).tokens_generated == 15  # what it said last
@@ -57,10 +74,61 @@ async def test_counters_go_on_over_lives_and_what_was_begun_is_known():
 async def test_replica_that_owes_an_answer_holds_up_nobody(monkeypatch):
     monkeypatch.setattr("asyncflow_core.flow.processes.replicas._ANSWER_S", 0.01)
     silent = Replica("a", tokens_generated=10)
-    replicas = Replicas({"a": silent, "b": Replica("b", tokens_generated=5)})
+    replicas = of({"a": silent, "b": Replica("b", tokens_generated=5)})
     await replicas.look()
     silent.stats = asyncio.Event().wait
     assert (await replicas.totals()).tokens_generated == 15
+
+
+async def test_replica_that_makes_no_progress_with_its_rows_is_ended_once(clock):
+    names = ("hangs", "generates", "finishes", "idle")
+    controls = {name: Replica(name) for name in names}
+    replicas = of(controls, timeout_s=10.0, clock=clock)
+    for second in range(16):
+        clock.now = float(second)
+        for name, control in controls.items():
+            rows = second if name == "finishes" else 0
+            control.worked = WorkStats(0.0, 0.0, rows, held=0 if name == "idle" else 3)
+        controls["generates"].now = RolloutStats(tokens_generated=second)
+        await replicas.look()
+        await replicas.end_stuck()
+        assert bool(replicas.ended) == (second >= 10)
+    ((name, reason),) = replicas.ended
+    assert name == "hangs"
+    assert "finished none of the 3 rows it holds for 10 s (rollout.timeout_s)" in reason
+
+
+async def test_replica_that_came_back_has_its_time_anew(clock):
+    hangs = Replica("a")
+    hangs.worked = WorkStats(0.0, 0.0, 0, held=1)
+    replicas = of({"a": hangs}, timeout_s=10.0, clock=clock)
+    await replicas.look()
+    replicas.left("a")
+    clock.now = 20.0
+    await replicas.end_stuck()
+    replicas.back("a", hangs)
+    await replicas.look()
+    clock.now = 29.0
+    await replicas.end_stuck()
+    assert replicas.ended == []
+    clock.now = 30.0
+    await replicas.end_stuck()
+    assert [name for name, _ in replicas.ended] == ["a"]
+
+
+async def test_replica_whose_engine_does_not_tell_its_tokens_is_known_by_its_rows(clock):
+    async def broken():
+        raise EngineError("no metrics here")
+
+    silent = Replica("a")
+    silent.stats = broken
+    replicas = of({"a": silent}, timeout_s=10.0, clock=clock)
+    for second in range(30):
+        clock.now = float(second)
+        silent.worked = WorkStats(0.0, 0.0, second // 8, held=1)
+        await replicas.look()
+        await replicas.end_stuck()
+    assert replicas.ended == []
 
 
 def weights(version):

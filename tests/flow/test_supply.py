@@ -127,7 +127,7 @@ class SlowStore(InProcessDataStore):
 
 async def test_stragglers_still_on_their_way_when_their_batch_is_trained_are_dropped():
     """A resumed batch is whole by what the store kept, before its new groups are there."""
-    run = config(max_staleness=None, preset="async", extra_groups=1)
+    run = config(max_staleness=None, preset="async", extra_groups=1, steps=2)
     async with SlowStore(max_staleness=1) as store:
         store.gate = asyncio.Event()
         await store.register(SEE)

@@ -49,7 +49,7 @@ def test_restarts_are_at_most_the_limit_within_any_window(limit, deaths):
     restarts, now, allowed = Restarts(limit, 10.0), 0.0, []
     for name, step in deaths:
         now += step
-        if restarts.allowed(name, now):
+        if not restarts.refusal(name, now):
             allowed.append((name, now))
             recent = [at for who, at in allowed if who == name and at > now - 10.0]
             assert len(recent) <= limit
@@ -60,10 +60,20 @@ def test_restarts_are_at_most_the_limit_within_any_window(limit, deaths):
 
 def test_deaths_of_rows_are_bounded_in_a_row_without_a_finished_one():
     restarts = Restarts(2, 600.0)
-    assert restarts.allowed_by_rows("reward-0", 10)
-    assert restarts.allowed_by_rows("reward-0", 10)
-    assert restarts.allowed_by_rows("reward-0", 11)
-    assert restarts.allowed_by_rows("reward-0", 11)
-    assert not restarts.allowed_by_rows("reward-0", 11)
-    assert restarts.allowed_by_rows("reward-1", 11)
-    assert restarts.allowed("reward-0", 0.0)  # its other deaths are counted apart
+
+    def refusal(name, finished):
+        return restarts.refusal(name, 0.0, finished=finished, of_rows=True)
+
+    for finished in (10, 10, 11, 11):
+        assert not refusal("reward-0", finished)
+    assert refusal("reward-0", 11) == "2 times in a row without progress in between"
+    assert not refusal("reward-1", 11)
+    assert not restarts.refusal("reward-0", 0.0, finished=11)  # other deaths are counted apart
+
+
+def test_deaths_too_far_apart_for_the_window_are_bounded_where_nothing_is_finished():
+    restarts = Restarts(2, 600.0)
+    found = [restarts.refusal("rollout-0", hour * 3600.0, finished=5) for hour in range(3)]
+    assert found == ["", "", "2 times in a row without progress in between"]
+    found = [restarts.refusal("rollout-1", hour * 3600.0, finished=hour) for hour in range(9)]
+    assert not any(found)

@@ -48,6 +48,7 @@ class Replicas(RuleBasedStateMachine):
         self.confirmed = {}  # replica to versions whose checksum it reported rightly
         self.failed = {}
         self.tries = {}
+        self.withdrawn = False  # the newest makes room for the next
         self.void = set()  # numbers of those that came only in part, when the next began
         self.comes = None  # number of the weights that are not all there
         self.holds = {}  # replica to whether what it staged of them is right
@@ -63,6 +64,7 @@ class Replicas(RuleBasedStateMachine):
                     assert replica not in self.asked
                     assert replica not in self.failed
                     assert version == self.newest
+                    assert not self.withdrawn
                     assert version not in self.retired
                     served = self.serves[replica]
                     assert not served or version > served[-1]
@@ -86,7 +88,7 @@ class Replicas(RuleBasedStateMachine):
                     self.ask(replica, found, STAGE_S)
                 case Retire():
                     version = self.number(found.version, found.life)
-                    assert version != self.newest
+                    assert version != self.newest or self.withdrawn
                     assert version not in self.retired
                     assert version not in self.fetched()
                     self.retired.append(version)
@@ -145,6 +147,7 @@ class Replicas(RuleBasedStateMachine):
         if back is not None and self.names:
             life, version = life + 1, max(0, version - back)
         self.names.append((life, version))
+        self.withdrawn = False
         self.newest = len(self.names) - 1
         if whole:
             self.take(self.protocol.published(version, f"sum {self.newest}", self.now, life=life))
@@ -174,12 +177,20 @@ class Replicas(RuleBasedStateMachine):
         number = data.draw(st.integers(0, self.newest))
         life, version = self.names[number]
         assert self.protocol.coming(version, self.now, life=life) == []
-        if number == self.comes or number in self.void:
+        if number == self.comes or (number in self.void and number not in self.retired):
             return
         found = self.protocol.published(version, f"sum {number}", self.now, life=life)
         assert found == ([Retire(version, life)] if number in self.retired else [])
 
     @precondition(lambda self: self.names and self.comes is None)
+    @rule()
+    def withdraw(self):
+        self.withdrawn = True
+        found = self.protocol.withdraw()
+        assert all(isinstance(i, Retire) for i in found)
+        self.take(found)
+
+    @precondition(lambda self: self.names and self.comes is None and not self.withdrawn)
     @rule()
     def publish_other_weights_as_the_same_version(self):
         life, version = self.names[-1]
@@ -279,13 +290,15 @@ class Replicas(RuleBasedStateMachine):
         for name, versions in self.serves.items():
             tried = self.comes is not None and name in self.early
             free = name not in self.asked and name not in self.failed and not tried
+            if self.withdrawn:  # it gets the next one
+                continue
             if free and self.newest is not None:
                 assert versions
                 assert versions[-1] == self.newest
 
     @invariant()
     def old_versions_that_nobody_fetches_are_retired(self):
-        wanted = self.fetched() | {self.newest} | self.void
+        wanted = self.fetched() | (set() if self.withdrawn else {self.newest})
         everything = set(range(0 if self.newest is None else self.newest + 1))
         assert set(self.retired) == everything - wanted, "old weights nobody needs"
         assert len(self.retired) == len(set(self.retired))
@@ -401,5 +414,22 @@ def test_version_that_never_came_whole_holds_up_nobody():
     assert protocol.staged("done", done.call, "a", 0) == []
     (again,) = protocol.published(3, "b", 1, life=1)  # another trainer's
     assert (again.replica, again.version, again.life) == ("done", 3, 1)
-    (again,) = protocol.failed("slow", slow.call, "its publisher ended", 2)
+    again, retired = protocol.failed("slow", slow.call, "its publisher ended", 2)
     assert (again.replica, again.version, again.life) == ("slow", 3, 1)
+    assert retired == Retire(5)  # nobody keeps what never came
+
+
+def test_version_withdrawn_is_retired_when_those_that_were_asked_have_it():
+    protocol = WeightProtocol()
+    fast, slow = [*(protocol.join("fast", 0) or protocol.join("slow", 0))] or protocol.published(
+        0, "a", 0
+    )
+    (commit,) = protocol.staged("fast", fast.call, "a", 0)
+    protocol.committed("fast", commit.call, 0)
+    assert protocol.withdraw() == []
+    assert protocol.join("late", 0) == []
+    assert not protocol.settled()
+    commit, retired = protocol.staged("slow", slow.call, "a", 0)
+    assert (type(commit), retired) == (Commit, Retire(0))
+    asked = protocol.published(1, "b", 0)
+    assert [(type(i), i.replica) for i in asked] == [(Stage, "fast"), (Stage, "late")]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.multiproc
 LONG = {"workflow__steps": 10_000}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_signal_to_the_process_ends_everything(started, number):
     run = started(**LONG)
     await run.at_step()

@@ -74,3 +74,55 @@ async def test_reward_that_never_returns_is_ended_and_its_rows_count_as_errors(s
     assert summary["reward_errors"] == len(failed) > 0
     others = [row for row in run.samples() if row["prompt"] != "c"]
     assert not any(row.get("reward_error") for row in others)
+
+
+def hanging(how, **more):
+    return {
+        **STEADY,
+        "rollout__plugin": "misbehave",
+        "rollout__options": {"at_generate": how, "token_s": 0.01},
+        "rollout__timeout_s": 2.0,
+        **more,
+    }
+
+
+async def test_replica_whose_engine_hangs_is_ended_and_another_answers_its_rows(started):
+    run = started(**hanging("hang_once"), rollout__replicas=2, workflow__preset="async")
+    summary = await run.finished()
+    assert "rows it holds for 2 s (rollout.timeout_s), so it was ended" in run.output
+    assert sum(summary["restarts"].values()) == 1
+
+
+async def test_replica_that_hangs_each_time_ends_the_run_though_it_takes_longer_than_the_window(
+    started,
+):
+    run = started(**hanging("hang", watchdog__restarts=1, watchdog__restart_window_s=0.5))
+    await run.until(lambda: run.process.poll() is not None)
+    assert run.process.returncode == 1
+    assert "rollout-0 was started again 1 times in a row without progress in" in run.output
+    assert "finished none of the" in run.output
+
+
+async def test_engine_that_hangs_in_the_runs_own_process_ends_the_run(started):
+    more = {"launcher__plugin": "inline", "weight_sync__plugin": "memory"}
+    run = started(**hanging("hang", **more))
+    await run.until(lambda: run.process.poll() is not None)
+    assert run.process.returncode == 1
+    assert "service_timeout: rollout-0 generated no token" in run.output
+    assert "launcher.plugin=local" in run.output
+
+
+async def test_trainer_that_dies_again_before_each_checkpoint_ends_the_run(started):
+    run = started(
+        trainer__plugin="misbehave",
+        trainer__options={"at_step": "exit", "after_updates": 3},
+        workflow__steps=10,
+        checkpoint__every=2,
+        watchdog={"on_trainer_death": "resume", "restarts": 1, "restart_window_s": 0.1},
+    )
+    await run.until(lambda: run.process.poll() is not None)
+    assert run.process.returncode == 1
+    assert run.output.count("the run goes on from its checkpoint of step 2") == 1
+    said = "peer_lost: the run was resumed 1 times in a row without progress in between"
+    assert f"{said} (watchdog.restarts), the last time from step 2" in run.output
+    assert "trainer-0 ended with status 3" in run.output

@@ -45,3 +45,19 @@ def test_run_over_any_transport_every_version_is_bit_equal(
 def test_verify_without_what_it_needs_is_refused_before_the_start(settings):
     with pytest.raises(ConfigError, match="only buckets can be fetched again"):
         Flow(**settings(weight_sync={"plugin": "disk", "verify_every": 2}))
+
+
+@pytest.mark.parametrize("plugin", ["host", "zmq"])
+async def test_transport_that_holds_one_version_publishes_the_next_and_replicas_come_back(
+    started, plugin
+):
+    run = started(
+        weight_sync={"plugin": plugin, "options": {"versions": 1, "publish_timeout_s": 20}},
+        rollout__replicas=2,
+        rollout__options={"token_s": 0.01},
+        workflow__steps=30,
+    )
+    await run.at_step(3)
+    run.named("rollout-1").kill()
+    summary = await run.finished()
+    assert summary["restarts"] == {"rollout-1": 1}

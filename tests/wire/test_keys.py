@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 from pathlib import Path
+from typing import IO
 
 import pytest
 import zmq
@@ -116,6 +118,14 @@ def test_is_local_means_that_no_other_machine_gets_there(address: str, local: bo
 
 
 @pytest.mark.parametrize(
+    "where", ["127.0.0.1:65536", "10.0.0.1:99999", "127.0.0.1", "[::1]", "h:x"]
+)
+def test_address_without_a_port_that_exists_is_refused(where: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs a port from 0 to 65535, or \*: HOST:PORT"):
+        is_local(f"tcp://{where}")
+
+
+@pytest.mark.parametrize(
     ("address", "bind", "keys", "why"),
     [
         ("tcp://*:1", True, False, r"leads beyond.*no keys and allow-list were given.*keys new"),
@@ -142,3 +152,16 @@ def test_reach_beyond_this_machine_needs_keys(
         return
     with pytest.raises(ConfigError, match=why):
         check_reach(address, bind=bind, keys=keys)
+
+
+def test_key_pair_for_which_there_is_no_room_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, *_: object, **__: object) -> IO[str]:
+        os.close(descriptor)
+        return open("/dev/full", "w", encoding="ascii")
+
+    monkeypatch.setattr("os.fdopen", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        KeyPair.new().save(tmp_path / "pair")
+    assert not list(tmp_path.iterdir())

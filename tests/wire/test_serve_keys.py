@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -104,3 +105,43 @@ def test_serve_beyond_this_machine_without_keys_is_refused_before_anything_start
     assert process.returncode == 2
     assert re.search(text, err)
     assert not out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("stage", "grpo"), r"'stage' is not a service; services are data_store, rollout"),
+        (("data_store", "memry"), r"no data_store plugin 'memry' \(installed: .*'memory'\?"),
+        (("data_store", "memory", "capacity_rows"), r"'capacity_rows' is not of the form KEY=VAL"),
+        (("data_store", "memory", "capacity=3"), r"option capacity: unknown key; did you mean"),
+        (("data_store", "memory", "capacity_rows=0"), r"option capacity_rows: input should be gr"),
+    ],
+)
+def test_serve_of_something_wrong_says_what_and_ends_with_2(
+    start: Start, tmp_path: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    tmp_path.chmod(0o700)
+    process = start("serve", *arguments, "--bind", f"ipc://{tmp_path}/s")
+    out, err = process.communicate(timeout=60)
+    assert err.startswith("asyncflow: 1 fault(s), nothing was started:\n")
+    assert re.search(text, err)
+    assert (process.returncode, out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGHUP, 130)]
+)
+def test_serve_that_is_ended_leaves_no_socket_and_takes_no_living_one(
+    start: Start, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    tmp_path.chmod(0o700)
+    bind = ("serve", "data_store", "memory", "--bind", f"ipc://{tmp_path}/s")
+    first = start(*bind)
+    assert first.stdout is not None
+    assert first.stdout.readline() == f"serving data_store memory at ipc://{tmp_path}/s\n"
+    second = start(*bind)
+    assert "another server listens" in second.communicate(timeout=60)[1]
+    assert (tmp_path / "s").is_socket()
+    first.send_signal(number)
+    assert first.wait(timeout=60) in (status, 130)  # 130: before it came to wait for the signal
+    assert not (tmp_path / "s").exists()

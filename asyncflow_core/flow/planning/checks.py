@@ -88,7 +88,8 @@ def _weights_taken(
         yield (
             ("weight_sync",),
             f"{config.weight_sync.plugin!r} hands over {weights.source}, but rollout plugin "
-            f"{config.rollout.plugin!r} takes {', '.join(sorted(rollout.weight_sources))}",
+            f"{config.rollout.plugin!r} takes {', '.join(sorted(rollout.weight_sources))}; choose "
+            f"another transport, `asyncflow plugins` lists them",
         )
 
 
@@ -128,7 +129,8 @@ def _weights_reach(
         yield (
             ("weight_sync",),
             f"{config.weight_sync.plugin!r} reaches {', '.join(sorted(weights.localities))}, "
-            f"but launcher {config.launcher.plugin!r} puts services a {launcher.locality} apart",
+            f"but launcher {config.launcher.plugin!r} puts services a {launcher.locality} apart; "
+            f"choose another transport, `asyncflow plugins` lists them",
         )
 
 
@@ -148,7 +150,8 @@ def _loss(
         yield (
             ("loss", "plugin"),
             f"loss {config.loss.plugin!r} works on {loss.arrays} arrays, trainer plugin "
-            f"{config.trainer.plugin!r} on {trainer.loss_arrays}",
+            f"{config.trainer.plugin!r} on {trainer.loss_arrays}; choose another loss, "
+            f"`asyncflow plugins` lists them",
         )
     if loss.needs_entropy and not trainer.entropy:
         yield (

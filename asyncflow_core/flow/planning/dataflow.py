@@ -11,6 +11,12 @@ from asyncflow_core.services.data_store import TaskSpec
 __all__ = ["DataflowFault", "dataflow_faults"]
 
 
+_MADE_BY = {
+    "reward": "; a stage such as `reward: {function: 'module:name', kind: reward}` writes it",
+    "advantages": "; a stage such as `advantage: {plugin: grpo}` writes it",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class DataflowFault:
     """What is wrong, and the task where it shows."""
@@ -67,7 +73,7 @@ def _unwritten(
 ) -> list[str]:
     if not writers:
         near = difflib.get_close_matches(column, sorted(known), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else _MADE_BY.get(column, "")
         return [
             f"task {task.name!r} reads the column {column!r}, which nobody writes "
             f"(there are: {', '.join(sorted(known))}){hint}"

@@ -53,12 +53,18 @@ def function_contract(stage: StageConfig) -> StageContract:
     """What a stage by function reads and writes; a reward's reads are its parameters.
 
     Raises:
-        ConfigError: the function cannot be loaded, or a reward takes no usable parameters.
+        ConfigError: the function cannot be loaded or is async, or a reward takes no usable
+            parameters.
     """
     if stage.model and not stage.function:
         writes = stage.writes or ("ref_logprobs",)
         return StageContract(LOGPROB_READS, writes, partitions=stage.partitions or ("train",))
     function = load_function(stage.function)
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise ConfigError(
+            f"function {getattr(function, '__qualname__', function)!r} is async, and a stage "
+            f"awaits nothing; give a plain function, in which asyncio.run may wait for many calls"
+        )
     if stage.kind == "columns":
         partitions = stage.partitions or ("train",)
         return StageContract(stage.reads, stage.writes, stage.whole_groups, partitions)

@@ -74,12 +74,13 @@ class WorkStats:
 
     Attributes:
         busy_s: seconds it worked on rows. wait_s: seconds it waited for rows.
-        rows: finished.
+        rows: finished. held: that it holds now, unfinished.
     """
 
     busy_s: float
     wait_s: float
     rows: int
+    held: int = 0
 
 
 class StageControl(ABC):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncflow_core.batch import Key
 from asyncflow_core.errors import ServiceError
-from asyncflow_core.flow.processes.control import RolloutControl
+from asyncflow_core.flow.processes.control import RolloutControl, WorkStats
+from asyncflow_core.flow.processes.watchdog import Watchdog
 from asyncflow_core.services.rollout import RolloutStats
 
 __all__ = ["Replicas"]
@@ -18,10 +20,27 @@ _ANSWER_S = 5.0
 
 
 class Replicas:
-    """Sums over all replicas, over all their lives."""
+    """Sums over all replicas, over all their lives; ends those that make no progress."""
 
-    def __init__(self, controls: Mapping[str, RolloutControl]) -> None:
-        """Of connected replicas."""
+    def __init__(
+        self,
+        controls: Mapping[str, RolloutControl],
+        end: Callable[[str, str], Awaitable[None]],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Of connected replicas.
+
+        Args:
+            controls: by name.
+            end: ends one, by name, for a reason.
+            timeout_s: seconds one that holds rows may neither generate a token nor finish a row.
+            clock: the run's time.
+        """
+        self._end, self._timeout_s, self._clock = end, timeout_s, clock
+        self._watchdog = Watchdog(timeout_s)
+        self._work: dict[str, WorkStats] = {}
         self._controls: dict[str, RolloutControl] = dict(controls)
         self._last: dict[str, RolloutStats] = {}
         self._gone: list[RolloutStats] = []
@@ -38,6 +57,8 @@ class Replicas:
         self._controls.pop(name, None)
         if (asking := self._asking.pop(name, None)) is not None:
             asking[1].cancel()
+        self._watchdog.forget(name)
+        self._work.pop(name, None)
         last = self._last.pop(name, RolloutStats())
         self._gone.append(last)
         return last.tokens_unfinished
@@ -51,6 +72,7 @@ class Replicas:
         try:
             while True:
                 await self.look()
+                await self.end_stuck()
                 await asyncio.sleep(1.0)
         finally:
             for _, asking in self._asking.values():
@@ -73,9 +95,27 @@ class Replicas:
 
     async def _ask(self, name: str, control: RolloutControl) -> None:
         with contextlib.suppress(ServiceError):  # dead or about to be: its end is seen elsewhere
+            work = await control.work()
+            if self._controls.get(name) is control:
+                before = self._work.get(name)
+                self._work[name] = work
+                if not work.held or before is None or work.rows != before.rows:
+                    self._watchdog.beat(name, self._clock())
             stats = await control.stats()
             if self._controls.get(name) is control:
+                tokens = self._last.get(name, RolloutStats()).tokens_generated
                 self._last[name] = stats
+                if stats.tokens_generated != tokens:
+                    self._watchdog.beat(name, self._clock())
+
+    async def end_stuck(self) -> None:
+        """End whoever made no progress for too long; its rows go to others."""
+        for name in self._watchdog.stuck(self._clock()):
+            await self._end(
+                name,
+                f"{name} generated no token and finished none of the {self._work[name].held} rows "
+                f"it holds for {self._timeout_s:g} s (rollout.timeout_s), so it was ended",
+            )
 
     async def abort(self, keys: Sequence[Key]) -> None:
         """Stop responses whose rows are dropped, wherever they run."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow_core.config import PartConfig
-from asyncflow_core.errors import PeerLostError, ServiceError
+from asyncflow_core.errors import PeerLostError, ServiceError, ServiceTimeoutError
 from asyncflow_core.flow.planning.plan import Plan
 from asyncflow_core.flow.planning.specs import process_specs
 from asyncflow_core.flow.processes.host import CONTROLS
@@ -154,6 +154,23 @@ class Processes:
                 for service in self._services:
                     starting.create_task(self._ready(service))
 
+    async def end(self, name: str, reason: str) -> None:
+        """End a process that answers and does not work; it comes back, as one that died.
+
+        Raises:
+            ServiceTimeoutError: the launcher started no process that could be ended.
+        """
+        if not self._plan.chosen["launcher"].capabilities.processes:
+            raise ServiceTimeoutError(
+                f"{reason}; nor can it be, in the run's own process: launcher.plugin=local gives "
+                f"it one of its own",
+                service=name,
+            )
+        for service in self._services:
+            if service.name == name and name in self.controls:
+                service.stuck = reason
+                await service.process.kill()
+
     async def one_that_ended(self) -> EndedError | None:
         """The end of a process that does not return, from which broken calls may have followed."""
         watching = {
@@ -204,17 +221,15 @@ class Processes:
         self._left(name)
         of_rows = service.calls is not None and service.calls.hung(name)
         rows = await self._give_back(name)
+        tasks = (await self._store.stats()).tasks
         if of_rows and isinstance(service.spec.role, StageRole):
-            stats = await self._store.stats()
-            finished = stats.tasks[service.spec.role.task.name].committed
-            allowed = limits.allowed_by_rows(name, finished)
-            spent = f"{limits.limit} times in a row without finishing a row"
-        else:
-            allowed = limits.allowed(name, self.clock.now())
-            spent = f"{limits.limit} times within {limits.window_s:g} s"
+            finished = tasks[service.spec.role.task.name].committed
+        else:  # others may have to wait for what this one does
+            finished = sum(task.committed for task in tasks.values())
+        refusal = limits.refusal(name, self.clock.now(), finished=finished, of_rows=of_rows)
         await service.process.bury()
-        if not allowed:
-            often = f"{name} was started again {spent} (watchdog.restarts) and died once more: "
+        if refusal:
+            often = f"{name} was started again {refusal} (watchdog.restarts) and died once more: "
             raise _ended(service, end, often if limits.limit else "")
         _log.warning(
             "%s%s; its %d rows go to others and it is started again (restart %d)",

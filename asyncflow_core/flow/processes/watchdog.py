@@ -66,8 +66,9 @@ class Watchdog:
 class Restarts:
     """How often a process may die: `limit` times within any `window_s` seconds.
 
-    A stage's process that dies of the rows it was given is not at fault, and each row may kill only
-    so many; it may die so `limit` times in a row without a row finished in between.
+    And `limit` times in a row without progress in between, however long that takes: one that loads
+    for minutes, or hangs for an hour, would come back for ever. A stage's process that dies of the
+    rows it was given is not at fault, and each row may kill only so many; for it only this holds.
     """
 
     def __init__(self, limit: int, window_s: float) -> None:
@@ -75,7 +76,7 @@ class Restarts:
         self.limit = limit
         self.window_s = window_s
         self._deaths: defaultdict[str, deque[float]] = defaultdict(deque)
-        self._of_rows: dict[str, tuple[int, int]] = {}
+        self._in_a_row: dict[tuple[str, bool], tuple[int, int]] = {}
         self.count: defaultdict[str, int] = defaultdict(int)
         """Restarts so far, by name."""
 
@@ -84,23 +85,35 @@ class Restarts:
         """Restarts so far."""
         return sum(self.count.values())
 
-    def allowed(self, name: str, now: float) -> bool:
-        """It died: whether it may be started again."""
+    def refusal(
+        self, name: str, now: float, *, finished: int | None = None, of_rows: bool = False
+    ) -> str:
+        """It died: why it may not be started again; empty if it may.
+
+        Args:
+            name: of the process.
+            now: the run's time.
+            finished: what counts as progress, rows or steps so far; None: it is not looked at.
+            of_rows: it died of its rows, which are counted apart.
+        """
+        refusal = ""
+        if not of_rows and self._within_window(name, now) > self.limit:
+            refusal = f"{self.limit} times within {self.window_s:g} s"
+        if finished is not None and self._without(name, finished, of_rows) > self.limit:
+            refusal = refusal or f"{self.limit} times in a row without progress in between"
+        if not refusal:
+            self.count[name] += 1
+        return refusal
+
+    def _within_window(self, name: str, now: float) -> int:
         deaths = self._deaths[name]
         deaths.append(now)
         while deaths and deaths[0] <= now - self.window_s:
             deaths.popleft()
-        return self._counted(name, len(deaths))
+        return len(deaths)
 
-    def allowed_by_rows(self, name: str, finished: int) -> bool:
-        """It died of its rows, when its task had `finished` so many: whether it may go on."""
-        at, deaths = self._of_rows.get(name, (finished, 0))
+    def _without(self, name: str, finished: int, of_rows: bool) -> int:
+        at, deaths = self._in_a_row.get((name, of_rows), (finished, 0))
         deaths = deaths + 1 if at == finished else 1
-        self._of_rows[name] = finished, deaths
-        return self._counted(name, deaths)
-
-    def _counted(self, name: str, deaths: int) -> bool:
-        allowed = deaths <= self.limit
-        if allowed:
-            self.count[name] += 1
-        return allowed
+        self._in_a_row[name, of_rows] = finished, deaths
+        return deaths

@@ -160,7 +160,12 @@ class Controller:
             group.create_task(keep(worker, self._processes.restarts, self._processes.clock))
         trainer = next(c for c in controls.values() if isinstance(c, TrainerControl))
         rollouts = {n: c for n, c in controls.items() if isinstance(c, RolloutControl)}
-        replicas = Replicas(rollouts)
+        replicas = Replicas(
+            rollouts,
+            self._processes.end,
+            timeout_s=self._config.rollout.timeout_s,
+            clock=self._processes.clock.now,
+        )
         switching = Switching(
             rollouts,
             trainer,
@@ -168,6 +173,7 @@ class Controller:
             group,
             self._config.weight_sync,
             self._processes.clock.now,
+            concurrent_versions=self._plan.chosen["weight_sync"].capabilities.concurrent_versions,
         )
         switching.start()
         supply = Supply(

@@ -87,7 +87,8 @@ class Totals:
             metrics.REWARD_STD: statistics.pstdev(rewards.values),
             metrics.REWARD_ERRORS: float(rewards.errors),
             metrics.RESPONSE_TOKENS_MEAN: rewards.tokens / len(rewards.values),
-            metrics.STALENESS_MEAN: report.staleness_sum / report.rows,
+            # Of a step whose rows were all too old, and masked, none is trained.
+            metrics.STALENESS_MEAN: report.staleness_sum / max(1, report.rows),
             metrics.STALENESS_MAX: float(report.staleness_max),
             metrics.STALENESS_UPDATES_MAX: float(report.staleness_updates_max),
             metrics.TRAINER_WAIT_S: report.wait_s,
@@ -112,7 +113,7 @@ class Totals:
             tokens_per_s=self.tokens / self.wall_s,
             max_staleness_allowed=config.workflow.bound,
             max_staleness_trained=self.staleness_max,
-            mean_staleness_trained=self.staleness_sum / self.rows,
+            mean_staleness_trained=self.staleness_sum / max(1, self.rows),
             max_staleness_updates=self.staleness_updates_max,
             rows_put=self.rows_put,
             rows_trained=self.rows,

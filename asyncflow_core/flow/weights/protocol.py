@@ -10,7 +10,8 @@ The controller feeds it what happened and carries out what it answers. It holds 
 - a version that is still coming (`coming`) may be staged, once by each replica, and is committed
   only when it has come whole (`published`) and the checksums are equal;
 - every `compare_every`-th version is compared bit for bit once it serves, and a difference fails;
-- a version is retired once it is not the newest and no replica needs its bytes.
+- a version is retired once no replica needs its bytes and none will: it is not the newest, or it
+  was withdrawn, which makes room for the next one where the transport holds one at a time.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class WeightProtocol:
     failures: int = 0
     _checksums: dict[_Weights, str] = field(default_factory=dict)
     _newest: _Weights | None = None
+    _withdrawn: bool = False
     _calls: int = 0
     _replicas: dict[str, _Replica] = field(default_factory=dict)
 
@@ -148,7 +150,7 @@ class WeightProtocol:
 
     def settled(self) -> bool:
         """Whether every replica serves the newest version."""
-        return all(
+        return self._newest is not None and all(
             r.phase is _Phase.IDLE and r.serving == self._newest for r in self._replicas.values()
         )
 
@@ -194,13 +196,22 @@ class WeightProtocol:
             )
         if known is not None:
             return []
-        if self._newest is not None and weights < self._newest:
+        if self._newest is not None and weights <= self._newest:
             return [Retire(version, life)]
         return self._add(weights, checksum, now)
 
+    def withdraw(self) -> list[Instruction]:
+        """The newest version makes room for the next: nobody further is asked to take it in.
+
+        Those that were asked already take it in first. One that fails to, or comes up now, waits
+        for the next version.
+        """
+        self._withdrawn = True
+        return list(self._retire())
+
     def _add(self, weights: _Weights, checksum: str, now: float) -> list[Instruction]:
         self._checksums[weights] = checksum
-        before, self._newest = self._newest, weights
+        before, self._newest, self._withdrawn = self._newest, weights, False
         found: list[Instruction] = []
         for name, state in self._replicas.items():
             if before is not None and state.target == before and self._unknown(before):
@@ -322,7 +333,7 @@ class WeightProtocol:
 
     def _proceed(self, replica: str, now: float) -> Iterator[Instruction]:
         state = self._replicas[replica]
-        if state.phase is not _Phase.IDLE or self._newest is None:
+        if state.phase is not _Phase.IDLE or self._newest is None or self._withdrawn:
             return
         if state.serving is not None and state.serving >= self._newest:
             return
@@ -343,7 +354,7 @@ class WeightProtocol:
             or (s.phase is _Phase.COMMITTING and self._compared(s.target))
         }
         for weights in sorted(self._checksums):
-            wanted = weights == self._newest or weights in needed or self._unknown(weights)
-            if not wanted:
+            newest = weights == self._newest and not self._withdrawn
+            if not newest and weights not in needed:
                 del self._checksums[weights]
                 yield Retire(weights.version, weights.life)

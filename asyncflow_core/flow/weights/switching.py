@@ -42,9 +42,15 @@ class Switching:
         group: asyncio.TaskGroup,
         config: WeightSyncConfig,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        concurrent_versions: int = 2,
     ) -> None:
-        """Take connected processes, the task group of the run, its limits, its time."""
+        """Take connected processes, the task group of the run, its limits, its time.
+
+        `concurrent_versions` is how many the transport holds at once.
+        """
         self._clock = clock
+        self._one_at_a_time = concurrent_versions == 1
         self._replicas = dict(replicas)
         self._trainer = trainer
         self._mode = mode
@@ -72,6 +78,8 @@ class Switching:
 
     async def publish(self, version: int, life: int, *, overlaps: bool = False) -> PublishedWeights:
         """Let the trainer publish; with `overlaps` replicas stage what comes while it does."""
+        if self._one_at_a_time:
+            self._carry_out(self._protocol.withdraw())
         publishing = asyncio.ensure_future(self._trainer.publish(version, life))
         begun = asyncio.ensure_future(self._trainer.coming(version, life)) if overlaps else None
         try:
@@ -152,7 +160,7 @@ class Switching:
                     self._spawn(self._trainer.retire(version, life))
                 case Fail(replica, version, reason):
                     self._spawn(_fail(replica, version, reason))
-        if self._published and self._protocol.settled():
+        if self._protocol.settled():
             self._settled.set()
 
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:

@@ -92,12 +92,13 @@ class Proximal:
                     version,
                     len(lease.rows),
                 )
-            await self._compute(lease)
-            groups |= {info.key.group for info in lease.rows}
+            if await self._compute(lease):
+                groups |= {info.key.group for info in lease.rows}
             if len(groups) >= self._groups_per_step:
                 complete.set()
 
-    async def _compute(self, lease: Lease) -> None:
+    async def _compute(self, lease: Lease) -> bool:
+        """Whether the rows have theirs now."""
         self._keeper.hold(lease.lease_id)
         try:
             tokens = [info.tokens for info in lease.rows]
@@ -105,5 +106,7 @@ class Proximal:
             await self._store.commit(lease.ref(), writes=Batch({PROXIMAL: found["logprobs"]}))
         except LeaseLostError as error:
             _log.warning("the trainer's forward: %s; the rows are done again", error)
+            return False
         finally:
             self._keeper.let_go(lease.lease_id)
+        return True

@@ -179,7 +179,8 @@ class Worker:
     def stats(self) -> WorkStats:
         """What it has done so far. It waits whenever it pulls and holds no row."""
         busy_s = self._busy.seconds
-        return WorkStats(busy_s, max(0.0, self._pulling.seconds - busy_s), self._rows)
+        wait_s = max(0.0, self._pulling.seconds - busy_s)
+        return WorkStats(busy_s, wait_s, self._rows, self._held)
 
     def version_changed(self) -> None:
         """Ask again at once: rows of a further batch may be admitted now."""

@@ -87,7 +87,8 @@ async def keep(worker: Worker, restarts: Restarts, clock: Clock) -> None:
             # that is gone.
             if type(error) is not ServiceError or error.service != worker.requester:
                 raise
-            if not restarts.allowed(worker.requester, clock.now()):
+            finished = worker.stats().rows
+            if restarts.refusal(worker.requester, clock.now(), finished=finished):
                 raise
             _log.warning("%s; its rows are worked on again", error)
 

@@ -30,13 +30,14 @@ class RolloutOptions(TabularRolloutOptions):
 class TrainerOptions(TabularTrainerOptions):
     at_open: str = ""
     at_step: str = ""
+    after_updates: int = 0
     step_s: float = 0.0
 
 
 async def misbehave(how):
     print("now:", how, flush=True)  # noqa: T201 - into the process's log
     match how:
-        case "load":
+        case "load" | "hang":
             await asyncio.sleep(3600)
         case "exit":
             os._exit(3)
@@ -63,11 +64,18 @@ class Misbehaving(TabularRollout):
         one = how == "refuse_one" and any(r.prompt_ids[-1] == 1 for r in requests)
         if how == "refuse" or one:
             raise DataError("the prompt is too long")
-        await misbehave(how)
+        await misbehave("hang" if how == "hang_once" and self._first() else how)
         if self._ctx.name == self._options.slow:
             await asyncio.sleep(0.5)
         async for completion in super().generate(requests):
             yield completion
+
+    def _first(self):
+        try:
+            (self._ctx.run_dir / "first").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class MisbehavingTrainer(TabularTrainer):
@@ -76,10 +84,14 @@ class MisbehavingTrainer(TabularTrainer):
         await super().open()
 
     async def optim_step(self):
-        if self._ctx.rank == self._ctx.world_size - 1:
+        last = self._ctx.rank == self._ctx.world_size - 1
+        if last and not self._options.after_updates:
             await misbehave(self._options.at_step)
         await asyncio.sleep(self._options.step_s)
-        return await super().optim_step()
+        info = await super().optim_step()
+        if last and info.updates > self._options.after_updates > 0:
+            await misbehave(self._options.at_step)
+        return info
 
 
 @hookimpl
