@@ -95,7 +95,7 @@ class Killed:
         self.kills = []
 
     def life(self, place):
-        """One life, killed at a place (see `killed_run.py`) or not; whether it was killed."""
+        """One life, killed at a place (see `killed_run.py`) or not; whether it left work undone."""
         resumed = (self.folder / "checkpoints").is_dir() and any(
             path.name.isdigit() for path in (self.folder / "checkpoints").iterdir()
         )
@@ -116,7 +116,9 @@ class Killed:
         if killed:
             seconds = time.monotonic() - start
             self.kills.append(f"{place:>18}  step {self.steps():>2}  {seconds:.1f} s")
-        return killed
+        # With its summary a run is done, though it was still ending its processes; resuming it is
+        # refused (tests/integration/test_resume.py).
+        return killed and not (self.folder / "summary.json").exists()
 
     def steps(self):
         path = self.folder / "metrics.jsonl"
