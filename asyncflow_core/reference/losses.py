@@ -41,7 +41,8 @@ def tabular_ppo_clip(
     """
     mask = columns["loss_mask"].astype(np.float64)
     advantages = columns["advantages"].astype(np.float64)
-    log_ratio = logprobs - columns["behaviour_logprobs"]
+    # Nothing is known of the log-probs of tokens that are not trained, and 0 x inf is no 0.
+    log_ratio = np.where(mask > 0, logprobs - columns["behaviour_logprobs"], 0.0)
     ratio = np.exp(log_ratio)
     clipped = np.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     active = ratio * advantages <= clipped * advantages

@@ -59,6 +59,19 @@ def test_ppo_clip_by_sequence_each_trained_row_counts_once():
     assert output.sum == pytest.approx(-sum(advantages), rel=1e-5)
 
 
+def test_ppo_clip_masked_tokens_add_nothing_whatever_their_log_probs():
+    columns = loss_columns(make_batch(), READS)
+    masked = columns["loss_mask"] == 0
+    assert masked.any()
+    logprobs = columns["behaviour_logprobs"].astype(float)
+    expected = run(logprobs, columns)
+    behaviour = np.where(masked, np.float32(-1e4), columns["behaviour_logprobs"])
+    found = run(logprobs, {**columns, "behaviour_logprobs": behaviour})
+    assert found.sum == expected.sum
+    assert found.metrics == expected.metrics
+    np.testing.assert_array_equal(found.grad, expected.grad)
+
+
 def test_loss_columns_flattens_tokens_versions_and_rows():
     batch = (
         make_batch(3)

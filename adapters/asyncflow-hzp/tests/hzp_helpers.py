@@ -6,7 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow_core.batch import Batch, Column
 from asyncflow_core.hookspecs import hookimpl
@@ -42,6 +42,32 @@ def tiny_qwen3(**changes):
     }
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**config))
+
+
+def tiny_moe(**changes):
+    """Experts, a dense layer before them, and a router with a buffer that checkpoints hold."""
+    config = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        **changes,
+    }
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**config))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-1, 1, len(buffer)))
+    return model
 
 
 def make_batch(rows=6, seed=0, *, temperature=1.0, longest=8):

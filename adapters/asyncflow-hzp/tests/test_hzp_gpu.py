@@ -7,6 +7,7 @@ import torch
 from library_models import Case, expected_run, make_sharded, train, weights_of
 from torch import distributed, multiprocessing
 
+import asyncflow_hzp as hzp
 from asyncflow_hzp.layout import Sizes, valid_sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
@@ -39,6 +40,24 @@ def join(rank, world, port):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_devices_all_tuples_train_as_plain():
     multiprocessing.spawn(join, (2, 29533), nprocs=2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_device_resumes_as_one_run(tmp_path):
+    torch.set_default_device("cuda")
+    try:
+        straight, other = (make_sharded(CASES[1], Sizes(1, 1, 1)) for _ in range(2))
+        train(*straight, CASES[1], range(1))
+        record = hzp.save_state(tmp_path, *straight)
+        hzp.load_state(tmp_path, *other, record)
+        for run in (straight, other):
+            train(*run, CASES[1], range(1, 3))
+        expected, found = weights_of(straight[0]), weights_of(other[0])
+        for model, _ in (straight, other):
+            model.close()
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -52,8 +52,9 @@ def test_close_finishes_what_is_queued_and_refuses_more(lane):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_waiter_sees_what_the_lane_wrote():
-    device = torch.device("cuda", 0)
+@pytest.mark.parametrize("number", range(max(torch.cuda.device_count(), 1)))
+def test_cuda_waiter_sees_what_the_lane_wrote(number):
+    device = torch.device("cuda", number)  # the waiter's current device stays the first
     lane = Lane("gather", device=device, threaded=True)
     source = torch.arange(1 << 20, device=device)
     target = torch.empty_like(source)

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hzp_helpers import POLICY, free_port, make_batch, make_trainer, plain_logprobs, weights_of
+import torch
+from hzp_helpers import (
+    POLICY,
+    free_port,
+    make_batch,
+    make_trainer,
+    plain_logprobs,
+    tiny_moe,
+    weights_of,
+)
+from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from asyncflow_core.errors import ConfigError
@@ -48,6 +58,23 @@ async def started(program, *arguments):
     ids=str,
 )
 async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, options):
+    await compare_with_one_rank(model_dir, tmp_path, options)
+
+
+@pytest.mark.multiproc
+async def test_two_ranks_give_the_updates_of_one_with_experts(tmp_path):
+    """Experts that got no token, and buffers that checkpoints hold."""
+    source = tiny_moe()
+    source.save_pretrained(tmp_path / "source")
+    await compare_with_one_rank(tmp_path / "source", tmp_path, {"sharding": "zero3"})
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    found = dict(written.named_buffers())
+    biases = {n: b for n, b in source.named_buffers() if n.endswith("e_score_correction_bias")}
+    assert biases
+    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+
+
+async def compare_with_one_rank(model_dir, tmp_path, options):
     processes = await started("rank_process.py", str(model_dir), str(tmp_path), json.dumps(options))
     assert [await process.wait() for process in processes] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
@@ -89,6 +116,39 @@ async def test_a_rank_lost_in_a_call_ends_the_other_long_before_its_timeout(
         first, second = json.loads((tmp_path / "1.json").read_text())
         assert first == "trainer failed: RuntimeError: out of memory"
         assert "left the others after it failed (out of memory); open all ranks again" in second
+
+
+@pytest.mark.multiproc
+async def test_what_one_rank_refuses_fails_on_both_and_leaves_them_in_step(model_dir, tmp_path):
+    processes = await started("uneven_rank.py", str(model_dir), str(tmp_path))
+    assert [await process.wait() for process in processes] == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    torn, half = first["errors"]
+    assert "another rank failed" in torn
+    assert "half an update" in half
+    loss, torn, half = second["errors"]
+    assert "without a gradient" in loss
+    assert "failed half-way" in torn
+    assert "another rank failed" in half
+    async with make_trainer(model_dir) as alone:
+        await alone.forward_backward(make_batch(6), POLICY, last=True)
+        update = await alone.optim_step()
+    for found in (first, second):
+        assert found["weight"] == update.weight
+        assert found["norm"] == pytest.approx(update.grad_norm, rel=1e-4)
+
+
+async def test_a_process_group_of_another_size_is_refused(model_dir, tmp_path):
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    try:
+        trainer = make_trainer(model_dir, context=PartContext(world_size=2))
+        with pytest.raises(ConfigError, match=r"rank 0 of 2.*rank 0 of 1"):
+            await trainer.open()
+        await trainer.aclose()
+    finally:
+        distributed.destroy_process_group()
 
 
 async def test_ranks_without_a_launcher_are_refused(model_dir, monkeypatch):

@@ -12,6 +12,7 @@ from library_models import (
     train,
     weights_of,
 )
+from library_programs import check_random_programs
 from library_ranks import (
     DENSE,
     MOE,
@@ -52,9 +53,13 @@ def test_two_ranks_train_as_plain_resume_and_fail_by_name(tmp_path):
         ("check_meta", ()),
         ("check_traffic", ((2, 2, 2), 3, 2.0)),
         ("check_resume", (str(tmp_path / "a"), (2, 2, 2), (1, 1, 2))),
+        ("check_resume_experts", (str(tmp_path / "e"), (2, 2, 2), (1, 2, 2))),
         ("check_mismatch", ()),
         ("check_zero", ()),
         ("check_lost_file", (str(tmp_path / "lost" / "one"),)),
+        ("check_load_frozen", (str(tmp_path / "frozen"),)),
+        ("check_failed_backward", ()),
+        ("check_returned_parameter", ()),
         ("check_error", ()),
     ]
     start(check_each, 2, checks)
@@ -64,6 +69,19 @@ def test_two_ranks_train_as_plain_resume_and_fail_by_name(tmp_path):
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_tuples_dense_and_moe_train_as_plain(world):
     start(check_all, world, [*DENSE, *MOE])
+
+
+@pytest.mark.parametrize(
+    ("world", "seeds"),
+    [
+        (2, range(4)),
+        pytest.param(2, range(4, 40), marks=pytest.mark.slow),
+        pytest.param(4, range(20), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_random_programs_train_as_plain(world, seeds):
+    start(check_random_programs, world, seeds)
 
 
 @pytest.mark.slow
@@ -103,6 +121,14 @@ def test_parameter_unused_in_the_first_micro_batch_counts_zero_there():
     loss_of(model, 0, 0, 1).backward()
     found.finish()
     assert torch.equal(found.wait(unit), grad)
+    model.close()
+
+
+def test_norm_of_a_large_gradient_is_exact_to_six_digits():
+    model = hzp.shard(nn.Linear(2048, 2048, bias=False))
+    optimizer = hzp.Optimizer(model, torch.optim.SGD, lr=1.0)
+    model(torch.full((1, 2048), 0.1)).sum().backward()  # float32 alone would be 0.3% off
+    assert optimizer.grad_norm() == pytest.approx(0.1 * 2048, rel=1e-6)
     model.close()
 
 
@@ -151,6 +177,31 @@ def test_two_kinds_of_optimizer_resume_as_one_run(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     for model, _ in (straight, other):
         model.close()
+
+
+def test_optimizer_with_state_of_another_shape_is_refused_before_anything_is_saved(tmp_path):
+    model = hzp.shard(make_net(Case()), hzp.Config(units=UNITS))
+    optimizer = hzp.Optimizer(
+        model,
+        torch.optim.SGD,
+        groups={"matrices": {"kind": torch.optim.Adafactor, "whole": True, "lr": 0.02}},
+        group_of=lambda name, _: "matrices" if name.endswith("up.weight") else "default",
+        lr=1e-3,
+    )
+    train(model, optimizer, Case(), range(1))
+    with pytest.raises(ConfigError, match=r"'row_var' of 'layers.0.up.weight' has the shape"):
+        hzp.save_state(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
+    model.close()
+
+
+@pytest.mark.parametrize(("fused", "where"), [(True, "meta"), (False, "cpu")])
+def test_a_loaded_step_count_lies_where_the_optimizer_wants_it(fused, where):
+    model = hzp.shard(make_net(Case()), hzp.Config(units=UNITS))
+    optimizer = hzp.Optimizer(model, torch.optim.AdamW, lr=1e-3, fused=fused)
+    piece = nn.Parameter(torch.zeros(2, device="meta"))
+    assert optimizer.number(3.0, piece, "default").device.type == where
+    model.close()
 
 
 def test_group_that_is_not_there_refused():

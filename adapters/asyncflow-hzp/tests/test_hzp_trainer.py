@@ -1,11 +1,20 @@
 """The trainer's log-probs, gradients and updates."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hzp_helpers import POLICY, VOCAB, make_batch, make_trainer, plain_logprobs, weights_of
+from hzp_helpers import (
+    POLICY,
+    VOCAB,
+    make_batch,
+    make_trainer,
+    plain_logprobs,
+    tiny_qwen3,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM
 
 from asyncflow_core.batch import Batch, Column
@@ -18,8 +27,12 @@ from asyncflow_core.errors import (
 )
 from asyncflow_core.services.trainer import LossSpec
 from asyncflow_hzp.forward import split_rows
+from asyncflow_hzp.layout import Sizes
+from asyncflow_hzp.model import choose_device
 from asyncflow_hzp.options import HzpOptions
+from asyncflow_hzp.planning import plan
 from asyncflow_hzp.schedule import learning_rate
+from asyncflow_hzp.sharding import trainer_config
 
 
 @pytest.fixture
@@ -315,6 +328,43 @@ def test_schedule_warms_up_and_ends_at_zero():
     assert [learning_rate(short, n) for n in range(2)] == [0.25, 0.5]  # it only climbs
     cosine = HzpOptions(model="m", lr=1.0, schedule="cosine", total_updates=4)
     assert [round(learning_rate(cosine, u), 3) for u in (0, 2, 4, 9)] == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"betas": (0.9, 1.0)}, r"betas are \[0.9, 1.0\]"),
+        ({"betas": (-0.1, 0.9)}, "at least 0"),
+        ({"lr": float("inf")}, "finite"),
+        ({"grad_clip": float("nan")}, "finite"),
+        ({"collective_timeout_s": float("inf")}, "finite"),
+    ],
+)
+def test_numbers_that_cannot_train_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        HzpOptions(model="m", **changes)
+
+
+@pytest.mark.parametrize("accumulate", ["full", "shard"])
+def test_auto_leaves_room_for_gradients_of_micro_batches_that_add_up(accumulate):
+    model = tiny_qwen3()
+    config = trainer_config(model, HzpOptions(model="m", accumulate=accumulate))
+    psi = sum(parameter.numel() for parameter in model.parameters())
+    several, one = (
+        {row.sizes: row.memory_bytes for row in plan(model, chosen, world_size=4).rows}
+        for chosen in (config, replace(config, micro_batches=1))
+    )
+    sums = {sizes: several[sizes] - one[sizes] for sizes in one}
+    assert sums[Sizes(1, 1, 1)] == 0  # they add up where the optimizer looks for them
+    assert sums[Sizes(1, 1, 4)] == 4 * psi
+    assert sums[Sizes(4, 4, 4)] == (4 * psi if accumulate == "full" else psi)
+
+
+def test_device_without_a_number_is_the_ranks_own(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device("cuda") == torch.device("cuda", 3)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert choose_device("cpu") == torch.device("cpu")
 
 
 def test_schedule_without_total_is_refused():

@@ -301,6 +301,24 @@ def test_huge_log_ratio_value_and_gradient_stay_finite(loss, config):
     assert np.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("loss", [ppo_clip, tis])
+@pytest.mark.parametrize("gap", [1.0, 19.0, 21.0, 60.0, 200.0])
+def test_kl_pulls_back_what_the_reference_hardly_knows(loss, gap):
+    # k3 of d = reference - current is exp(d) - 1 - d, and 1 - exp(d) its gradient.
+    options = PpoClipOptions if loss is ppo_clip else TisOptions
+    columns = {
+        "loss_mask": np.ones(1, np.uint8),
+        "row": np.zeros(1, np.int64),
+        "behaviour_logprobs": np.float32([-0.5]),
+        "advantages": np.float32([0.0]),
+        "ref_logprobs": np.float32([-0.5 - gap]),
+    }
+    config = options(kl_coef=0.1)
+    out, grad = call(loss, None, config, columns=columns, logprobs=[-0.5])
+    assert float(out.sum.detach()) == pytest.approx(0.1 * (math.exp(-gap) - 1 + gap), rel=1e-5)
+    assert grad[0] == pytest.approx(0.1 * (1 - math.exp(-gap)), rel=1e-5)
+
+
 def test_entropy_column_with_gradient_gets_it():
     columns = {n: torch.as_tensor(v) for n, v in golden_columns().items()}
     columns["entropy"] = torch.ones(3, requires_grad=True)

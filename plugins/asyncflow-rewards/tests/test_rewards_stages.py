@@ -108,6 +108,25 @@ def test_reasoning_gym_answer_tag_takes_the_last():
     assert out["reward"].tolist() == [1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("I write it in <answer> at the end. <answer>olleh</answer>", 1),
+        ("<answer>no</answer> <answer>olleh</answer>", 1),
+        ("<answer>olleh</answer> and <answer> again", 1),
+        ("<answer></answer>", 0),
+        ("olleh</answer>", 0),
+        ("</answer><answer>olleh", 0),
+    ],
+)
+def test_reasoning_gym_answer_tag_begins_at_the_opening_tag_nearest_before_its_end(reply, expected):
+    options = ReasoningGymRewardOptions(answer_tag="answer", dataset="spell_backward", exact=True)
+    batch = rows([reply], entry=[{"answer": "olleh", "metadata": {}}])
+    out = reasoning_gym_stage(options, CTX)(batch)
+    assert out["reward"].tolist() == [expected]
+    assert list(out["reward_error"]) == [None]
+
+
 def test_reasoning_gym_require_stop_cut_response_scores_zero():
     options = ReasoningGymRewardOptions(require_stop=True)
     words = [entry("spell_backward", "ba")] * 2

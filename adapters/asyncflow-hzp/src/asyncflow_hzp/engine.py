@@ -53,6 +53,8 @@ class HzpEngine:
         self._context = context
         self._losses: dict[str, ResolvedLoss] = {}
         self._device = choose_device(options.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each rank sees all, and begins with the first
         self._ranks = Ranks(
             context.rank,
             context.world_size,
@@ -181,12 +183,13 @@ class HzpEngine:
         """Reduce over ranks, divide by the weight, clip, update."""
         self._check_trains("optim_step")
         number = self.updates + 1
+        failure: ServiceError | None = None
         if self._torn:
-            raise ServiceError(
+            failure = ServiceError(
                 f"a forward_backward of update {number} failed half-way; call zero_grad and "
                 f"repeat the update"
             )
-        weight = self._ranks.total(self._weight)
+        weight = self._ranks.total(self._weight, failure)
         lr = learning_rate(self._options, self.updates)
         if weight <= 0.0:
             self.zero_grad()
@@ -253,10 +256,12 @@ class HzpEngine:
     def save(self, path: str) -> None:
         """Write a checkpoint; between updates only, since gradients are not part of it."""
         self._check_trains("save")
+        failure: ServiceError | None = None
         if self._pending:
-            raise ServiceError(
+            failure = ServiceError(
                 "a checkpoint cannot hold half an update; call optim_step or zero_grad before save"
             )
+        self._ranks.agree(failure)
         counters = {"updates": self.updates, "tokens": self.tokens}
         with shared_directory(path, self._ranks) as directory:
             record = self._shards.save(directory, moments=self.updates > 0)
@@ -282,7 +287,7 @@ class HzpEngine:
         self._shards.settle()
         weights = None
         if self._shards.meets:
-            weights = dict[str, torch.Tensor]()
+            weights = self._shards.buffers()
             for name, tensor in self._shards.exported():
                 if self._ranks.rank == 0:
                     weights[name] = tensor.to("cpu", copy=True)

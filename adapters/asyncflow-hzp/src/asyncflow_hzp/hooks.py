@@ -14,11 +14,13 @@ Source: FSDP2 instead frees and refills one storage (torch.distributed.fsdp._ful
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from asyncflow_hzp.residency import Residency
@@ -80,6 +82,20 @@ def run_module(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return forward(*args, **kwargs)
 
 
+def _kept(result: Any, residency: Residency) -> Any:
+    """What a module returns, with copies of what lies in a slot: the slot's next unit is near."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if residency.slot_of(tensor) is None else tensor.clone()
+
+    if any(
+        isinstance(leaf, torch.Tensor) and residency.slot_of(leaf) is not None
+        for leaf in tree_leaves(result)
+    ):
+        return tree_map_only(torch.Tensor, copied, result)
+    return result
+
+
 def wrap(
     module: nn.Module, units: Sequence[Unit], residency: Residency, *, recompute: bool
 ) -> Callable[[], None]:
@@ -92,10 +108,10 @@ def wrap(
         for unit in units:
             residency.enter(unit, module, backward=backward, grad=grad)
         try:
-            if not (saves and grad):
+            if not saves:
                 return run_module(forward, args, kwargs)
-            with _Saved(residency):
-                return run_module(forward, args, kwargs)
+            with _Saved(residency) if grad else nullcontext():
+                return _kept(run_module(forward, args, kwargs), residency)
         finally:
             for unit in units:
                 residency.leave(unit)

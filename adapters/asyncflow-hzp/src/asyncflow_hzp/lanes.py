@@ -72,7 +72,8 @@ class Job:
         if self.error is not None:
             raise self.error
         if self.finished is not None:
-            torch.cuda.current_stream().wait_event(self.finished)
+            # Of the lane's device: this thread's current one may be another.
+            torch.cuda.current_stream(self._lane.device).wait_event(self.finished)
 
 
 class Lane:
@@ -80,7 +81,7 @@ class Lane:
 
     def __init__(self, name: str, *, device: torch.device, threaded: bool) -> None:
         self.name = name
-        self._device = device
+        self.device = device
         self._cuda = device.type == "cuda"
         cuda: Any = torch.cuda  # its constructors are untyped
         self._stream: torch.cuda.Stream | None = cuda.Stream(device) if self._cuda else None
@@ -100,7 +101,7 @@ class Lane:
         job = Job(what, work, self)
         if self._cuda:
             job.after = _event()
-            job.after.record(torch.cuda.current_stream(self._device))
+            job.after.record(torch.cuda.current_stream(self.device))
         if self._thread is None:
             self._run(job)
         else:
@@ -110,7 +111,7 @@ class Lane:
 
     def _serve(self) -> None:
         if self._cuda:
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self.device)
         while True:
             self._filled.acquire()
             job = self._queue.popleft()

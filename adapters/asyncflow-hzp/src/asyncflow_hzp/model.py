@@ -29,12 +29,13 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def choose_device(name: str) -> torch.device:
-    """The device an option names; "auto" is this rank's CUDA device, or the CPU."""
-    if name != "auto":
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    """The device an option names; "cuda" is this rank's, "auto" too, or the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
 
 
 def load_model(options: HzpOptions, device: torch.device) -> PreTrainedModel:

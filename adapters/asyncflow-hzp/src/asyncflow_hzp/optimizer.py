@@ -69,8 +69,7 @@ class Optimizer:
         self._inner: dict[Unit, dict[str, torch.optim.Optimizer]] = {}
         self._pieces: dict[Unit, list[tuple[nn.Parameter, slice, str]]] = {}
         self._known = False
-        self._norm = torch.zeros((), dtype=torch.float32, device=model.device)
-        self._part = torch.zeros((), dtype=torch.float32, device=model.device)
+        self._squares = _Squares(model)
         for unit in model.units:
             if unit.trainable:
                 self._build(unit)
@@ -138,15 +137,12 @@ class Optimizer:
         """The norm of the whole gradient, each shard counted once. All ranks call it."""
         self._reduction.finish()
         self._known = True
-        self._norm.zero_()
+        self._squares.clear()
         for unit in self._inner:
             grad = self._reduction.wait(unit)
             if unit.layout.is_first_replica:
-                torch.linalg.vector_norm(grad, out=self._part)
-                self._norm.add_(self._part.square_())
-        if self._model.world_size > 1:
-            distributed.all_reduce(self._norm)
-        return math.sqrt(float(self._norm))
+                self._squares.add(grad)
+        return math.sqrt(self._squares.total())
 
     def scale(self, factor: float) -> None:
         """Multiply the whole gradient."""
@@ -159,7 +155,7 @@ class Optimizer:
         """Update. All ranks call it; the gradients are forgotten."""
         residency = self._model.residency
         self._reduction.finish()
-        residency.drop_all()
+        residency.drop(self._inner)
         forward = self._forward_order()
         # What waits for the last gradient is published by the order in which it is needed.
         for unit in forward if self._known else self._reduction.order:
@@ -231,6 +227,15 @@ class Optimizer:
                 if state:
                     self._inner[unit][group].state[piece] = dict(state)
 
+    def number(self, value: float, piece: nn.Parameter, group: str) -> torch.Tensor:
+        """A number of a stretch's state, on the device where torch keeps it.
+
+        That is the parameter's for fused and capturable optimizers, the CPU for others.
+        """
+        settings = next(found for found in self.param_groups if found["name"] == group)
+        beside = settings.get("fused") or settings.get("capturable")
+        return torch.tensor(value, device=piece.device if beside else "cpu")
+
     def state_of(self, unit: Unit, piece: nn.Parameter) -> Mapping[str, Any]:
         """The torch optimizer's state of a stretch."""
         for inner in self._inner[unit].values():
@@ -238,3 +243,44 @@ class Optimizer:
                 state: Mapping[str, Any] = inner.state[piece]
                 return state
         return {}
+
+
+class _Squares:
+    """The sum of the squares of many tensors, over all ranks, to about seven digits.
+
+    torch adds up a whole tensor's squares in a few float32 lanes: of 4 million equal numbers the
+    norm is 0.3% off, of 268 million 2%, and differently for each sharding. Here float32 adds up
+    short rows only, float64 the rows. The memory is allocated once.
+    """
+
+    _ROW = 1 << 10
+
+    def __init__(self, model: Sharded) -> None:
+        shards = [unit.master for unit in model.units if unit.trainable]
+        rows = max((shard.numel() // self._ROW for shard in shards), default=0) + 1
+        self._rows = torch.zeros(rows, dtype=torch.float32, device=model.device)
+        self._wide = torch.zeros(rows, dtype=torch.float64, device=model.device)
+        self._part = torch.zeros((), dtype=torch.float64, device=model.device)
+        self._sum = torch.zeros((), dtype=torch.float64, device=model.device)
+        self._alone = model.world_size == 1
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._sum.zero_()
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add a flat tensor's; each rank adds its own."""
+        full = values.numel() // self._ROW
+        even = values[: full * self._ROW].view(full, self._ROW)
+        torch.linalg.vector_norm(even, dim=1, dtype=torch.float32, out=self._rows[:full])
+        rest = values[full * self._ROW :]
+        torch.linalg.vector_norm(rest, dtype=torch.float32, out=self._rows[full])
+        wide = self._wide[: full + 1].copy_(self._rows[: full + 1])
+        torch.linalg.vector_norm(wide, out=self._part)
+        self._sum.add_(self._part.square_())
+
+    def total(self) -> float:
+        """Of all ranks, which all call it."""
+        if not self._alone:
+            distributed.all_reduce(self._sum)
+        return float(self._sum)

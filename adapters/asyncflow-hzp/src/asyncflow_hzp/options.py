@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = ["HzpOptions", "check_options"]
 
@@ -17,7 +17,9 @@ Preset = Literal["auto", "ddp", "zero1", "zero2", "zero3", "hsdp", "hpz"]
 class HzpOptions(BaseModel):
     """Options of the `hzp` trainer."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     model: str
     """Directory of a Hugging Face causal language model."""
@@ -86,6 +88,13 @@ class HzpOptions(BaseModel):
         if self.schedule != "constant" and self.total_updates is None:
             raise ValueError(f"schedule {self.schedule!r} needs total_updates")
         return self
+
+    @field_validator("betas")
+    @classmethod
+    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are {list(betas)}; each must be at least 0 and below 1")
+        return betas
 
 
 def check_options(options: HzpOptions) -> Iterator[str]:

@@ -20,6 +20,9 @@ class Ranks:
 
     A group is joined through the variables that torchrun sets (MASTER_ADDR, MASTER_PORT); one that
     is there already is used and left as it is.
+
+    Raises:
+        ConfigError: these variables are missing, or the group that is there has other numbers.
     """
 
     def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
@@ -27,7 +30,16 @@ class Ranks:
         self.size = size
         self._device = device
         self._joined = False
-        if size == 1 or distributed.is_initialized():
+        if distributed.is_initialized():
+            found = distributed.get_rank(), distributed.get_world_size()
+            if found != (rank, size):
+                raise ConfigError(
+                    f"the trainer is rank {rank} of {size}, the process group that is there "
+                    f"already has rank {found[0]} of {found[1]}; give both the same numbers, or "
+                    f"let the trainer join a group of its own"
+                )
+            return
+        if size == 1:
             return
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -43,8 +55,13 @@ class Ranks:
         )
         self._joined = True
 
-    def total(self, value: float) -> float:
-        """The sum of the ranks' values."""
+    def total(self, value: float, failure: BaseException | None = None) -> float:
+        """The sum of the ranks' values, if no rank failed; one that did raises what it gives here.
+
+        Raises:
+            ServiceError: another rank failed.
+        """
+        self.agree(failure)
         if self.size == 1:
             return value
         sums = torch.full((1,), value, dtype=torch.float64, device=self._device)

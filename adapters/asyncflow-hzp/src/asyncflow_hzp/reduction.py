@@ -240,6 +240,7 @@ class Reduction:
         self.allocate()
         if self._units and any(self._progress[unit].job is None for unit in self._units):
             last, self.last = self.last, True
+            self._issued = {}  # a backward without traffic that broke off leaves some
             for unit in self._order:
                 if self._progress[unit].job is None:
                     self._submit(unit)

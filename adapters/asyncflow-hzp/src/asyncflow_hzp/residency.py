@@ -12,7 +12,7 @@ rank submits the same gathers in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -169,14 +169,12 @@ class Residency:
         unit.put_own(buffer)
         self._exchange(unit).gather(buffer, unit.gather_pieces)
 
-    def drop_all(self) -> None:
-        """Parameters are about to change: nothing gathered is valid any more."""
-        for slot in self.slots:
-            if slot.unit is not None and slot.unit.trainable:
-                slot.unit.settle()  # a gather still reads the shards that are to be updated
-                slot.unit.unbind()
-        for unit in self._units:
-            unit.stale = unit.trainable and not unit.whole
+    def drop(self, units: Iterable[Unit]) -> None:
+        """These are about to change: nothing gathered of them is valid until they are published."""
+        for unit in units:
+            unit.settle()  # a lane may still read the shards that are to be updated
+            unit.unbind()
+            unit.stale = not unit.whole
 
     def publish(self, unit: Unit) -> None:
         """Spread an updated master shard over the ranks that share its parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from asyncflow_hzp.engine import HzpEngine
 from asyncflow_hzp.options import HzpOptions
 
 __all__ = ["HzpTrainer"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -57,9 +60,11 @@ class HzpTrainer(Trainer):
         self._thread, self._engine = None, None
         if thread is None:
             return
-        if engine is not None:
-            thread.submit(engine.close)
+        closing = None if engine is None else thread.submit(engine.close)
         await asyncio.to_thread(thread.shutdown)
+        if closing is not None and (error := closing.exception()) is not None:
+            # The trainer is gone either way; who closes it has nothing left to do about it.
+            logger.warning("trainer %s closed badly", self._context.name, exc_info=error)
 
     async def forward(self, batch: Batch) -> Batch:
         """Log-probs of the responses; see `Trainer.forward`."""

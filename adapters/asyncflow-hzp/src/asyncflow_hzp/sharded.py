@@ -124,12 +124,18 @@ class Sharded:
             [cut.elements, str(cut.kind), tuple(layout.sizes)]
             for cut, layout in ((cut, self._layouts[cut.family]) for cut in cuts)
         ]
-        told = self.config.accumulate, str(self.config.reduce_dtype), str(self.config.param_dtype)
+        config = self.config  # of what decides who sends what, and in which order
+        told = (
+            (config.accumulate, config.average, config.checkpoint, self._threaded),
+            (config.slots, config.slot_bytes, self.node_size),
+            (config.reduce_dtype, config.param_dtype, config.master_dtype),
+        )
         digest = hashlib.sha256(repr((mine, told)).encode()).digest()
         if not same_everywhere(int.from_bytes(digest[:7]), self.device):
             raise ConfigError(
                 f"the ranks were given different models or configs; rank {self.rank} has sharding "
-                f"{self.sizes}, {len(cuts)} units of {sum(cut.elements for cut in cuts)} elements"
+                f"{self.sizes}, {len(cuts)} units of {sum(cut.elements for cut in cuts)} elements, "
+                f"nodes of {self.node_size} ranks, {config}"
             )
 
     def _make_unit(self, number: int, cut: Cut) -> Unit:

@@ -13,14 +13,14 @@ from asyncflow_core.errors import ConfigError
 from asyncflow_hzp.config import Config
 from asyncflow_hzp.optimizer import Optimizer
 from asyncflow_hzp.sharded import shard
-from asyncflow_hzp.state import load_state, named_whole, save_state
+from asyncflow_hzp.state import load_state, named_whole, persistent_buffers, save_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from asyncflow_hzp.options import HzpOptions
 
-__all__ = ["Shards"]
+__all__ = ["Shards", "trainer_config"]
 
 
 class Shards:
@@ -31,19 +31,7 @@ class Shards:
     """
 
     def __init__(self, model: PreTrainedModel, options: HzpOptions) -> None:
-        self._model = shard(
-            model,
-            Config(
-                sharding=options.sharding,
-                units=_is_layer(model),
-                node_size=options.node_size,
-                slots=options.gather_slots,
-                accumulate=options.accumulate,
-                average=False,
-                memory_bytes=options.memory_bytes,
-                timeout_s=options.collective_timeout_s,
-            ),
-        )
+        self._model = shard(model, trainer_config(model, options))
         if options.compile and not self._model.replicated:
             self._model.close()
             raise ConfigError(
@@ -96,6 +84,10 @@ class Shards:
         """
         return named_whole(self._model)
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What else a checkpoint of the model holds; every rank has it whole."""
+        return persistent_buffers(self._model)
+
     def state(self) -> dict[str, torch.Tensor]:
         """Every float32 weight, whole, in new memory. All ranks call it."""
         return {name: tensor.clone() for name, tensor in named_whole(self._model, master=True)}
@@ -119,6 +111,25 @@ class Shards:
     def close(self) -> None:
         """End the lanes."""
         self._model.close()
+
+
+def trainer_config(model: PreTrainedModel, options: HzpOptions) -> Config:
+    """How the trainer shards a model.
+
+    How many micro-batches an update has is not known here. "auto" counts two: where they add up
+    they take memory, as many as there may be.
+    """
+    return Config(
+        sharding=options.sharding,
+        units=_is_layer(model),
+        node_size=options.node_size,
+        slots=options.gather_slots,
+        accumulate=options.accumulate,
+        average=False,
+        micro_batches=2,
+        memory_bytes=options.memory_bytes,
+        timeout_s=options.collective_timeout_s,
+    )
 
 
 def _is_layer(model: PreTrainedModel) -> Any:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from asyncflow_core.errors import DataError
+from asyncflow_core.errors import ConfigError, DataError
 from asyncflow_hzp.links import agree
 from asyncflow_hzp.optimizer import Optimizer
 from asyncflow_hzp.sharded import Sharded
 from asyncflow_hzp.storage import read_stretches, tensor_names, write_stretches
 from asyncflow_hzp.units import parts_of
 
-__all__ = ["load_state", "named_whole", "save_state"]
+__all__ = ["load_state", "named_whole", "persistent_buffers", "save_state"]
 
 
 def _weights(model: Sharded) -> dict[str, tuple[torch.Tensor, int, int]]:
@@ -47,6 +47,11 @@ def _buffers(model: Sharded) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield name, buffer, model.rank < parts.get(id(module), 1)
 
 
+def persistent_buffers(model: Sharded) -> dict[str, torch.Tensor]:
+    """Those of this rank's modules, by name."""
+    return {name: buffer for name, buffer, _ in _buffers(model)}
+
+
 def _moments(
     optimizer: Optimizer,
 ) -> tuple[dict[str, tuple[torch.Tensor, int, int]], dict[str, Any]]:
@@ -57,8 +62,15 @@ def _moments(
         for key, value in optimizer.state_of(unit, piece).items():
             if not isinstance(value, torch.Tensor):
                 common[key] = ["value", value]
-            elif value.shape != piece.shape:
+            elif value.shape != piece.shape and value.numel() == 1:
                 common[key] = ["tensor", float(value)]
+            elif value.shape != piece.shape:
+                raise ConfigError(
+                    f"the optimizer's {key!r} of {entries[0][0].name!r} has the shape "
+                    f"{tuple(value.shape)}, its parameter here {tuple(piece.shape)}; a checkpoint "
+                    f"holds single numbers and tensors of the parameter's shape: choose another "
+                    f"optimizer, or save with optimizer=None"
+                )
             else:
                 for entry, begin, end, at in entries:
                     own = value.view(-1)[at : at + end - begin]
@@ -80,18 +92,21 @@ def save_state(
 
     Returns:
         What one rank must keep beside it for `load_state`, fit for msgpack.
+
+    Raises:
+        ConfigError: the optimizer keeps tensors of other shapes than the parameters'.
     """
     directory = Path(directory)
-    first = {unit.name for unit in model.units if unit.layout.is_first_replica}
-    names = {entry.name for unit in model.units if unit.name in first for entry in unit.entries}
+    first = [unit for unit in model.units if unit.layout.is_first_replica]
+    names = {entry.name for unit in first for entry in unit.entries}
     weights = {name: value for name, value in _weights(model).items() if name in names}
     for name, buffer, first_has_it in _buffers(model):
         if first_has_it:
             weights[name] = (buffer.detach().reshape(-1), 0, buffer.numel())
+    moments, common = ({}, {}) if optimizer is None else _moments(optimizer)
     write_stretches(directory / "model", weights, model.rank)
     if optimizer is None:
         return {"kinds": [], "common": {}}
-    moments, common = _moments(optimizer)
     kinds = sorted({key.split(".", 1)[0] for key in moments})
     moments = {key: v for key, v in moments.items() if key.split(".", 1)[1] in names}
     write_stretches(directory / "optimizer", moments, model.rank)
@@ -128,7 +143,7 @@ def load_state(
     except DataError as error:
         failure = error
     agree(failure, model.device)
-    model.residency.drop_all()
+    model.residency.drop(model.units)
     mine = _weights(model)
     with torch.no_grad():
         for name, (values, _, _) in weights.items():
@@ -173,7 +188,7 @@ def _read_moments(
                 own = flat.view(-1)[at : at + end - begin]
                 stretches[f"{key}.{entry.name}"] = (own, begin, entry.param.numel())
         for key, (kind, value) in record["common"].items():
-            state[key] = torch.tensor(value) if kind == "tensor" else value
+            state[key] = optimizer.number(value, piece, group) if kind == "tensor" else value
         states.append(state)
     read_stretches(directory, stretches)
     return states

@@ -73,7 +73,10 @@ def _finish(
 ) -> LossOutput:
     """Add the penalties, aggregate, and take all numbers off the device at once."""
     if config.kl_coef:
-        kl_N = _k3(_log_ratio(tokens.columns["ref_logprobs"], tokens.current))
+        # Held above only: below, k3 is nearly linear, and a token that the reference hardly knows
+        # is the one that must be pulled back.
+        ahead_N = tokens.columns["ref_logprobs"] - tokens.current
+        kl_N = _k3(torch.clamp(ahead_N, max=_LOG_RATIO_MAX))
         loss_N = loss_N + config.kl_coef * kl_N
         metrics["loss/kl_reference"] = kl_N
     if config.entropy_coef:

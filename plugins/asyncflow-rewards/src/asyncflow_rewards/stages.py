@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -55,6 +54,13 @@ def _scorer(
     return row_scorer(score_row, parameters, ctx.tokenizer)
 
 
+def _last_tagged(text: str, tag: str) -> str | None:
+    """What stands between the last closing tag and the opening one nearest before it."""
+    stop = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(stop, 0))
+    return None if start < 0 else text[start + len(tag) + 2 : stop]
+
+
 def exact_match_stage(options: ExactMatchOptions, ctx: PartContext) -> Stage:
     """1 for a response that is the answer, else 0."""
 
@@ -85,8 +91,6 @@ def reasoning_gym_stage(options: ReasoningGymRewardOptions, ctx: PartContext) ->
     faults = reasoning_gym_faults(options)
     if faults:
         raise ConfigError(faults)
-    tag = options.answer_tag
-    tagged = re.compile(rf"<{tag}>(.*?)</{tag}>", re.DOTALL) if tag else None
 
     @cache
     def verifier(dataset: str) -> Callable[[str, Any], Any]:
@@ -96,11 +100,11 @@ def reasoning_gym_stage(options: ReasoningGymRewardOptions, ctx: PartContext) ->
         return score_answer
 
     def score(response: str, entry: Any) -> float:
-        if tagged is not None:
-            found = tagged.findall(response)
-            if not found:
+        if options.answer_tag:
+            answer = _last_tagged(response, options.answer_tag)
+            if answer is None:
                 return 0.0
-            response = found[-1]
+            response = answer
         dataset = options.dataset or entry["metadata"]["source_dataset"]
         text = response.strip() if options.strip else response
         value = float(verifier(dataset)(text, gym.restore(entry, dataset)))
