@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
-from asyncflow_core.errors import ServiceClosedError, ServiceError, ServiceTimeoutError
+from asyncflow_core.errors import DataError, ServiceClosedError, ServiceError, ServiceTimeoutError
 from asyncflow_core.services.weight_sync import (
     Bucket,
     PublishedWeights,
@@ -49,7 +50,7 @@ class VersionedWeightSync(WeightSync):
     async def _take(
         self, version: int, life: int, buckets: AsyncIterator[Bucket]
     ) -> PublishedWeights:
-        """Take all buckets of a version in, or raise and leave nothing."""
+        """Take all buckets of a version in, or raise and leave nothing; they hold a tensor."""
 
     @abstractmethod
     async def _drop(self, key: Key) -> None:
@@ -72,7 +73,9 @@ class VersionedWeightSync(WeightSync):
             if (version, life) in self._held:
                 raise self._error(f"version {version} (life {life}) is already published")
             await self._wait_for_room(version)
-            published = await self._take(version, life, buckets)
+            # Closed here and not by the collector: a trainer may wait for the end of its export.
+            async with contextlib.aclosing(_closed_at_the_end(version, buckets)) as source:
+                published = await self._take(version, life, source)
             self._held.add((version, life))
         self._published += published.manifest.nbytes
         return replace(published, wall_s=time.monotonic() - start)
@@ -132,3 +135,19 @@ class VersionedWeightSync(WeightSync):
 
     def _error(self, message: str) -> ServiceError:
         return ServiceError(message, service=self._name)
+
+
+async def _closed_at_the_end(
+    version: int, buckets: AsyncIterator[Bucket]
+) -> AsyncGenerator[Bucket, None]:
+    """The buckets; `DataError` after the last if there was no tensor in them."""
+    tensors = 0
+    try:
+        async for bucket in buckets:
+            tensors += len(bucket.specs)
+            yield bucket
+        if not tensors:
+            raise DataError(f"version {version} has no tensor; there is nothing to publish")
+    finally:
+        if isinstance(buckets, AsyncGenerator):
+            await buckets.aclose()

@@ -118,12 +118,25 @@ class DataStoreTests:
 
     async def test_calls_after_close_raise_closed(self, service: DataStore) -> None:
         """DS-1."""
-        await service.aclose()
-        await service.aclose()
-        with pytest.raises(ServiceClosedError):
-            await service.register(GENERATE)
-        with pytest.raises(ServiceClosedError):
-            await service.stats()
+        await service.register(GENERATE)
+        await self.put(service, 0, 1)
+        lease = await self.take(service, GENERATE, limit_rows=1)
+        ref, (key,) = lease.ref(), [info.key for info in lease.rows]
+        for _ in range(2):
+            await service.aclose()
+            for call in (
+                service.register(SCORE),
+                self.put(service, 2),
+                service.lease("generate", requester="kit", version=0),
+                service.read(ref, ["prompt_ids"]),
+                service.renew([ref.lease_id], lease_s=LONG_S),
+                service.commit(ref, writes=responses(1)),
+                service.release(ref),
+                service.drop([key], reason="kit"),
+                service.stats(),
+            ):
+                with pytest.raises(ServiceClosedError):
+                    await call
 
     async def test_close_with_waiting_calls_ends_them(self, service: DataStore) -> None:
         """DS-2."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import numpy as np
@@ -129,6 +129,24 @@ class RolloutTests:
         with pytest.raises(ServiceClosedError):
             await task
 
+    async def test_aclose_after_use_refuses_every_call(
+        self, service: Rollout, buckets: MakeBuckets, prompt_ids: NDArray[np.int32]
+    ) -> None:
+        """RO-1."""
+        await collect(service.generate(self.requests(prompt_ids, 1)))
+        await service.stage_weights(self.source(buckets(1), 1))
+        for _ in range(2):
+            await service.aclose()
+            for call in (
+                collect(service.generate(self.requests(prompt_ids, 1))),
+                service.stage_weights(self.source(buckets(1), 1)),
+                service.commit_weights(1, SwitchMode.DRAIN),
+                service.abort(),
+                service.stats(),
+            ):
+                with pytest.raises(ServiceClosedError):
+                    await call
+
     # Generating.
 
     async def test_generate_many_each_ends_once_and_agrees(
@@ -147,12 +165,37 @@ class RolloutTests:
             assert completion.versions.tolist() == [[0, tokens]]
             assert completion.finish_reason == ("length" if tokens == 8 else "stop")
 
+    async def test_generate_nothing_yields_nothing(self, service: Rollout) -> None:
+        """RO-2."""
+        assert await collect(service.generate([])) == []
+
+    async def test_stop_token_ends_the_response_and_is_kept(
+        self,
+        service: Rollout,
+        prompt_ids: NDArray[np.int32],
+        capabilities: RolloutCapabilities,
+    ) -> None:
+        """RO-3; the response without it, cut after the first such token."""
+        requires("stop_token_ids" in capabilities.sampling, "sampling: stop_token_ids")
+        (whole,) = await collect(service.generate(self.requests(prompt_ids, 1, temperature=0.0)))
+        ids = whole.response_ids.tolist()
+        stop = ids[len(ids) // 2]
+        (cut,) = await collect(
+            service.generate(self.requests(prompt_ids, 1, temperature=0.0, stop_token_ids=(stop,)))
+        )
+        assert cut.response_ids.tolist() == ids[: ids.index(stop) + 1]
+        assert cut.finish_reason == "stop"
+
+    @pytest.mark.parametrize("fault", ["no prompt", "no tokens"])
     async def test_generate_bad_request_none_started(
-        self, service: Rollout, prompt_ids: NDArray[np.int32]
+        self, service: Rollout, prompt_ids: NDArray[np.int32], fault: str
     ) -> None:
         """RO-4."""
         good, bad = self.requests(prompt_ids, 2)
-        bad = replace(bad, prompt_ids=prompt_ids[:0])
+        if fault == "no prompt":
+            bad = replace(bad, prompt_ids=prompt_ids[:0])
+        else:
+            bad = replace(bad, sampling=replace(bad.sampling, max_new_tokens=0))
         with pytest.raises(DataError, match=str(bad.key)):
             await collect(service.generate([good, bad]))
         stats = await service.stats()
@@ -185,6 +228,31 @@ class RolloutTests:
             assert alone.response_ids.tolist() == same.response_ids.tolist()
             gap = np.abs(alone.behaviour_logprobs - same.behaviour_logprobs).max()
             assert gap <= self.logprob_tolerance
+
+    async def test_seeds_other_seeds_draw_other_tokens(
+        self,
+        service: Rollout,
+        prompt_ids: NDArray[np.int32],
+        capabilities: RolloutCapabilities,
+    ) -> None:
+        """RO-6: else a group of samples is one sample."""
+        requires(capabilities.seeds, "seeds")
+        drawn = await collect(service.generate(self.requests(prompt_ids, 20)))
+        assert len({tuple(c.response_ids.tolist()) for c in drawn}) > 1
+
+    async def test_greedy_logprobs_are_those_of_temperature_one(
+        self,
+        service: Rollout,
+        prompt_ids: NDArray[np.int32],
+        capabilities: RolloutCapabilities,
+    ) -> None:
+        """RO-7; top-k 1 at temperature 1 draws the same tokens."""
+        requires("top_k" in capabilities.sampling, "sampling: top_k")
+        (greedy,) = await collect(service.generate(self.requests(prompt_ids, 1, temperature=0.0)))
+        (drawn,) = await collect(service.generate(self.requests(prompt_ids, 1, top_k=1)))
+        assert greedy.response_ids.tolist() == drawn.response_ids.tolist()
+        gap = np.abs(greedy.behaviour_logprobs - drawn.behaviour_logprobs).max()
+        assert gap <= self.logprob_tolerance
 
     async def test_greedy_any_seed_equal_tokens(
         self, service: Rollout, prompt_ids: NDArray[np.int32]
@@ -226,9 +294,10 @@ class RolloutTests:
     async def test_abort_some_end_with_what_they_have(
         self, service: Rollout, prompt_ids: NDArray[np.int32]
     ) -> None:
-        """RO-10."""
+        """RO-10; one that is not there is none."""
         requests = self.requests(prompt_ids, 3, max_new_tokens=self.long_tokens)
         task = await self.start(service, requests)
+        assert await service.abort([Key(9, 9, 9, 9)]) == await service.abort([]) == 0
         assert await service.abort([requests[0].key]) == 1
         assert await service.abort() == 2
         for completion in await task:
@@ -302,6 +371,53 @@ class RolloutTests:
         damaged[-1].data[len(damaged[-1].data) // 2] ^= 1
         staged = await service.stage_weights(WeightSource(manifest, buckets=stream(damaged)))
         assert staged.checksum != manifest.checksum
+
+    async def test_stage_again_replaces_what_was_staged(
+        self, service: Rollout, buckets: MakeBuckets
+    ) -> None:
+        """RO-13, RO-16."""
+        for version in (1, 2):
+            await service.stage_weights(self.source(buckets(version), version))
+        with pytest.raises(ServiceError):
+            await service.commit_weights(1, SwitchMode.DRAIN)
+        await service.commit_weights(2, SwitchMode.DRAIN)
+        assert (await service.stats()).version == 2
+
+    @pytest.mark.parametrize("end", ["error", "cancelled"])
+    async def test_stage_cut_off_leaves_the_version_before_whole_or_not_staged(
+        self, service: Rollout, buckets: MakeBuckets, prompt_ids: NDArray[np.int32], end: str
+    ) -> None:
+        """RO-15; and it can be staged again."""
+        greedy = self.requests(prompt_ids, 1, temperature=0.0)
+        await self.switch(service, buckets(1), 1, SwitchMode.DRAIN)
+        (of_one,) = await collect(service.generate(greedy))
+        await self.switch(service, buckets(2), 2, SwitchMode.DRAIN)
+        await service.stage_weights(self.source(buckets(1), 1))
+        all_of_three, came, never = buckets(3), asyncio.Event(), asyncio.Event()
+
+        async def cut_off() -> AsyncIterator[Bucket]:
+            yield all_of_three[0]
+            came.set()
+            if end == "error":
+                raise DataError("cut")
+            await never.wait()
+
+        source = WeightSource(manifest_of(all_of_three, 3), buckets=cut_off())
+        staging = asyncio.ensure_future(service.stage_weights(source))
+        await came.wait()
+        if end == "cancelled":
+            staging.cancel()
+        with pytest.raises((DataError, asyncio.CancelledError)):
+            await staging
+        with pytest.raises(ServiceError):
+            await service.commit_weights(3, SwitchMode.DRAIN)
+        with contextlib.suppress(ServiceError):
+            await service.commit_weights(1, SwitchMode.DRAIN)
+            (again,) = await collect(service.generate(greedy))
+            assert again.behaviour_logprobs.tolist() == of_one.behaviour_logprobs.tolist()
+        await self.switch(service, all_of_three, 3, SwitchMode.DRAIN)
+        (after,) = await collect(service.generate(greedy))
+        assert after.versions[:, 0].tolist() == [3]
 
     @pytest.mark.parametrize("fault", ["name", "shape", "missing", "broken"])
     async def test_stage_fails_old_serves_and_nothing_is_staged(

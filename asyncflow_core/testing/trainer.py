@@ -120,8 +120,22 @@ class TrainerTests:
 
     async def test_forward_temperature_is_the_rows(self, service: Trainer, batch: Batch) -> None:
         """TR-3."""
+        plain = await self.logprobs(service, batch)
         hot = await self.logprobs(service, self.with_sampling(batch, temperature=2.0))
-        assert np.abs(hot - await self.logprobs(service, batch)).max() > self.tolerance
+        assert np.abs(hot - plain).max() > self.tolerance
+        greedy = await self.logprobs(service, self.with_sampling(batch, temperature=0.0))
+        np.testing.assert_allclose(greedy, plain, atol=self.tolerance)
+        rows = np.arange(batch.rows)
+        entries = [
+            {**entry, "temperature": 1.0 if row % 2 else 2.0}
+            for row, entry in zip(rows, batch["sampling"], strict=True)
+        ]
+        mixed = batch.with_columns({"sampling": Column.objects(entries)})
+        of_row = np.repeat(rows, batch["response_ids"].lengths)
+        expected = np.where(of_row % 2, plain, hot)
+        np.testing.assert_allclose(
+            await self.logprobs(service, mixed), expected, atol=self.tolerance
+        )
 
     async def test_forward_truncated_rows_refused(
         self, service: Trainer, batch: Batch, loss: LossSpec, capabilities: TrainerCapabilities
@@ -165,7 +179,10 @@ class TrainerTests:
         assert first.applied
         assert first.weight > 0
         assert first.grad_norm > 0
-        assert await self.checksum(service) != checksum
+        changed = await self.checksum(service)
+        assert changed != checksum
+        assert not (await service.optim_step()).applied  # no gradient is left
+        assert await self.checksum(service) == changed
         assert np.abs(await self.logprobs(service, batch) - before).max() > 0
         second = await self.update(service, [batch], loss)
         assert second.updates == first.updates + 1 == (await service.stats()).updates
@@ -244,6 +261,23 @@ class TrainerTests:
         with pytest.raises(AsyncFlowError):
             await service.load(str(tmp_path / "nothing"))
         assert await self.checksum(service) == before
+
+    async def test_load_of_a_state_with_a_file_cut_short_refused_and_state_kept(
+        self, service: Trainer, batch: Batch, loss: LossSpec, tmp_path: Path
+    ) -> None:
+        """TR-12: whichever file it is."""
+        await service.save(str(tmp_path / "state"))
+        await self.update(service, [batch], loss)
+        before = await self.checksum(service)
+        for file in sorted(path for path in (tmp_path / "state").rglob("*") if path.is_file()):
+            whole = file.read_bytes()
+            file.write_bytes(whole[: len(whole) // 2])
+            with pytest.raises(AsyncFlowError):
+                await service.load(str(tmp_path / "state"))
+            assert await self.checksum(service) == before, file.name
+            file.write_bytes(whole)
+        await service.load(str(tmp_path / "state"))
+        assert await self.checksum(service) != before
 
     async def test_export_every_tensor_once_and_repeatable(self, service: Trainer) -> None:
         """TR-13: `ManifestBuilder` refuses a tensor that comes twice or leaves its buffer."""

@@ -122,6 +122,68 @@ class WeightSyncTests:
                 await unopened.publish(0, 0, stream(random_buckets(0)))
             await unopened.aclose()
 
+    async def test_aclose_after_use_frees_all_and_refuses_every_call(
+        self, service: WeightSync, replica: WeightSync
+    ) -> None:
+        """WS-1."""
+        published = await service.publish(1, 0, stream(random_buckets(1)))
+        await replica.attach("rollout-0", published)
+        for _ in range(2):
+            await service.aclose()
+            for call in (
+                service.publish(2, 0, stream(random_buckets(2))),
+                service.attach("rollout-0", published),
+                service.fetch(published),
+                service.retire(1),
+                service.stats(),
+            ):
+                with pytest.raises(ServiceClosedError):
+                    await call
+        with pytest.raises(ServiceError):
+            await replica.attach("rollout-1", published)
+
+    async def test_aclose_ends_publishes_that_wait(
+        self, service: WeightSync, capabilities: WeightSyncCapabilities
+    ) -> None:
+        """WS-1; one that waits for room, and one behind it."""
+        count = capabilities.concurrent_versions
+        for version in range(count):
+            await service.publish(version, 0, stream(random_buckets(version)))
+        waiting = [
+            asyncio.ensure_future(service.publish(version, 0, stream(random_buckets(version))))
+            for version in (count, count + 1)
+        ]
+        done, _ = await asyncio.wait(waiting, timeout=0.05)
+        assert not done
+        await service.aclose()
+        for publish in waiting:
+            with pytest.raises(ServiceClosedError):
+                await asyncio.wait_for(publish, 10)
+        await service.aclose()
+
+    async def test_aclose_ends_who_waits_for_a_coming_version(
+        self, service: WeightSync, capabilities: WeightSyncCapabilities
+    ) -> None:
+        """WS-1, WS-13."""
+        requires(capabilities.overlapped_fetch, "overlapped_fetch: True")
+        assert isinstance(service, SupportsOverlappedFetch)
+        waiting = asyncio.ensure_future(service.coming(1, 0))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        await service.aclose()
+        with pytest.raises(ServiceClosedError):
+            await asyncio.wait_for(waiting, 10)
+        with pytest.raises(ServiceClosedError):
+            await service.coming(1, 0)
+
+    async def test_attach_to_another_transport_refused(
+        self, service: WeightSync, replica: WeightSync
+    ) -> None:
+        """WS-14."""
+        published = await service.publish(1, 0, stream(random_buckets(1)))
+        with pytest.raises(ServiceError):
+            await replica.attach("rollout-0", replace(published, transport="no-such"))
+
     async def test_publish_manifest_is_of_the_buckets(self, service: WeightSync) -> None:
         """WS-2."""
         published = await service.publish(4, 2, reused(random_buckets(4)))
@@ -137,6 +199,33 @@ class WeightSyncTests:
         for name in ("rollout-0", "rollout-1"):
             await replica.attach(name, published)
             assert await self.checksum(replica, published) == published.manifest.checksum
+
+    async def test_tensors_of_any_size_arrive_with_all_their_names(
+        self, service: WeightSync, replica: WeightSync
+    ) -> None:
+        """WS-3; scalars, tensors without elements, and a bucket of nothing else."""
+        empty = TensorSpec("empty", "F32", (0, 3), 0, ("also.empty",))
+        buckets = [
+            Bucket((replace(empty, name="alone", aliases=()),), np.empty(0, np.uint8)),
+            *random_buckets(1),
+            Bucket((TensorSpec("scalar", "F64", ()), empty), np.arange(8, dtype=np.uint8)),
+        ]
+        published = await service.publish(1, 0, stream(buckets))
+        assert published.manifest == manifest_of(buckets, 1)
+        source = await replica.fetch(published)
+        found = {}
+        async for bucket in self.receive(source):
+            for spec in bucket.specs:
+                aliases = spec.aliases if source.path is None else None  # a file's are its reader's
+                found[spec.name] = (aliases, bucket.tensor_bytes(spec).tobytes())
+        assert found == {
+            spec.name: (
+                spec.aliases if source.path is None else None,
+                bucket.tensor_bytes(spec).tobytes(),
+            )
+            for bucket in buckets
+            for spec in bucket.specs
+        }
 
     async def test_locator_crosses_processes(self, service: WeightSync) -> None:
         """WS-4."""
@@ -154,10 +243,27 @@ class WeightSyncTests:
         """WS-5."""
         first, *_ = random_buckets(1)
         outside = Bucket((replace(first.specs[0], offset=1 << 20),), first.data)
-        for buckets in ([first, first], [outside]):
+        for buckets in ([first, first], [outside], []):
             with pytest.raises(DataError):
                 await service.publish(1, 0, stream(buckets))
         assert (await service.stats()).versions == ()
+
+    async def test_publish_that_fails_closes_its_source(self, service: WeightSync) -> None:
+        """WS-5; a trainer may wait for the end of its export."""
+        first, *_ = random_buckets(1)
+        closed: list[bool] = []
+
+        async def source() -> AsyncIterator[Bucket]:
+            try:
+                for _ in range(3):
+                    yield first
+            finally:
+                closed.append(True)
+
+        buckets = source()
+        with pytest.raises(DataError):
+            await service.publish(1, 0, buckets)
+        assert closed == [True]
 
     async def test_publish_held_version_refused(self, service: WeightSync) -> None:
         """WS-6."""
@@ -197,6 +303,22 @@ class WeightSyncTests:
         await asyncio.gather(task, return_exceptions=True)
         assert (await service.stats()).versions == ()
         await service.publish(1, 0, stream(random_buckets(1)))
+
+    async def test_publish_cancelled_while_it_waits_takes_no_room(
+        self, service: WeightSync, capabilities: WeightSyncCapabilities
+    ) -> None:
+        """WS-7."""
+        count = capabilities.concurrent_versions
+        for version in range(count):
+            await service.publish(version, 0, stream(random_buckets(version)))
+        waiting = asyncio.ensure_future(service.publish(count, 0, stream(random_buckets(count))))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await service.retire(0)
+        await asyncio.wait_for(service.publish(count, 0, stream(random_buckets(count))), 10)
+        assert (await service.stats()).versions == tuple(range(1, count + 1))
 
     async def test_fetch_counts_bytes(self, service: WeightSync, replica: WeightSync) -> None:
         """WS-8."""
@@ -350,6 +472,13 @@ class WeightSyncTests:
         joined = WeightSource.joined(merged.manifest, sources)
         assert await self.checksum_of(joined) == merged.manifest.checksum
 
-    async def test_retire_unknown_version_is_no_error(self, service: WeightSync) -> None:
-        """WS-9."""
+    async def test_retire_unknown_version_is_no_error(
+        self, service: WeightSync, replica: WeightSync
+    ) -> None:
+        """WS-9; nor one that is retired already, which can be published again."""
         await service.retire(99)
+        await service.publish(1, 0, stream(random_buckets(1)))
+        for _ in range(2):
+            await service.retire(1)
+        again = await service.publish(1, 0, stream(random_buckets(2)))
+        assert await self.checksum(replica, again) == manifest_of(random_buckets(2), 1).checksum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncflow_core.errors import (
     AsyncFlowError,
+    BackpressureError,
     ServiceClosedError,
     ServiceTimeoutError,
 )
@@ -30,6 +32,8 @@ __all__ = ["BlockingClient"]
 
 _LOOK_MS = 200
 """How often a wait looks whether the server is still there."""
+_GRACE_S = 1.0
+"""For the answer of a server that ended a call at its deadline."""
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
@@ -109,7 +113,8 @@ class BlockingClient:
         """Say goodbye and close. Idempotent."""
         if self._sock is not None:
             if self._link.lost is None:
-                self._send([p.BYE])
+                with contextlib.suppress(BackpressureError):  # it takes nothing, not even a goodbye
+                    self._send([p.BYE])
             self._close()
 
     def _close(self) -> None:
@@ -141,8 +146,22 @@ class BlockingClient:
         returns: Any = Any,
         timeout_s: float | None = None,
     ) -> Any:
-        """`send`, then `wait`."""
-        return self.wait(self.send(method, arguments, timeout_s=timeout_s), returns=returns)
+        """`send`, then `wait`; past its deadline the handler is cancelled, and the call is over."""
+        number = self.send(method, arguments, timeout_s=timeout_s)
+        late_s = None if timeout_s is None else timeout_s + _GRACE_S
+        try:
+            return self.wait(number, returns=returns, timeout_s=late_s)
+        except ServiceTimeoutError:
+            self._forget(number)
+            raise
+
+    def _forget(self, number: int) -> None:
+        """Nobody waits for a call any more: its answer would be kept for good."""
+        if number in self._waiting:
+            self._waiting.discard(number)
+            self._results.pop(number, None)
+            with contextlib.suppress(BackpressureError):
+                self._send([p.CANCEL, number])
 
     def send(
         self, method: str, arguments: Mapping[str, Any], *, timeout_s: float | None = None
@@ -171,7 +190,9 @@ class BlockingClient:
             AsyncFlowError: what the handler raised; as `Client.call`.
             ServiceTimeoutError: no answer within `timeout_s`; it may be waited for again.
         """
-        deadline = time.monotonic() + (self.timeout_s + 1.0 if timeout_s is None else timeout_s)
+        if timeout_s is None:
+            timeout_s = self.timeout_s + _GRACE_S
+        deadline = time.monotonic() + timeout_s
         while number not in self._results:
             if number not in self._waiting:
                 raise ServiceClosedError(f"call {number} was never begun, or is over")
@@ -215,7 +236,10 @@ class BlockingClient:
             self._check_server()
             if time.monotonic() >= deadline:
                 return False
-        header = self._sock.recv(_NOBLOCK)
+        try:
+            header = self._sock.recv(_NOBLOCK)
+        except zmq.Again:  # its peer went away meanwhile: the caller looks again
+            return time.monotonic() < deadline
         frames: list[Buffer] = []
         while self._sock.get(zmq.RCVMORE):
             frame = self._sock.recv(_NOBLOCK, copy=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -161,7 +162,8 @@ class Client:
         if self._socket is None or self._socket.closed:
             return
         if self._link.lost is None:
-            self._send([p.BYE])
+            with contextlib.suppress(BackpressureError):  # it takes nothing, not even a goodbye
+                self._send([p.BYE])
             self._lose(ServiceClosedError(f"the client of {self.service!r} was closed"))
         self._socket.close()
 

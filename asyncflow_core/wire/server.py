@@ -106,6 +106,7 @@ class Server:
         self._peers: dict[bytes, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._probe_timer: asyncio.TimerHandle | None = None
+        self._closing = False
         self._receive = {
             p.CALL: self._on_call,
             p.STREAM: self._on_call,
@@ -166,6 +167,7 @@ class Server:
         """Cancel and await every handler, say goodbye, close. Idempotent."""
         if self._socket is None or self._socket.closed:
             return
+        self._closing = True
         if self._probe_timer is not None:
             self._probe_timer.cancel()
         goodbye = ServiceClosedError(f"the server {self.name!r} has closed")
@@ -206,6 +208,8 @@ class Server:
     # Receiving
 
     def _on_message(self, identity: bytes, header: bytes, frames: list[Buffer]) -> None:
+        if self._closing:
+            return  # who comes now learns of the end from its connection; work would prolong it
         peer = self._peers.get(identity)
         if peer is None:
             self._on_stranger(identity, header, frames)
@@ -273,9 +277,8 @@ class Server:
                     f"client {peer.name!r} has {p.MAX_CALLS} calls under way, no more are allowed"
                 )
             arguments = arguments_of(method, plain)
-        except AsyncFlowError as error:
-            code, message = p.error_fields(error)
-            self._send(peer, [p.ERROR, number, code, f"{name}: {message}" if method else message])
+        except Exception as error:  # noqa: BLE001  crosses to the caller, who would wait else
+            self._send_error(peer, number, name if method else "", error)
             return
         if method.takes_peer:
             arguments["peer"] = peer
@@ -453,7 +456,7 @@ class Server:
         if not isinstance(error, AsyncFlowError):
             logger.error("%s: %s failed", self.name, name, exc_info=error)
         code, message = p.error_fields(error)
-        self._send(peer, [p.ERROR, number, code, f"{name}: {message}"])
+        self._send(peer, [p.ERROR, number, code, f"{name}: {message}" if name else message])
 
     def _end(self, peer: Peer, reason: AsyncFlowError | None) -> None:
         """Cut a client off; it is ignored until it shakes hands again."""

@@ -100,6 +100,28 @@ async def test_call_past_its_deadline_is_a_timeout(server):
     await on_thread(run)
 
 
+async def test_call_past_its_deadline_cancels_the_handler_and_keeps_nothing(server, monkeypatch):
+    monkeypatch.setattr("asyncflow_core.wire.blocking._GRACE_S", 0.0)
+
+    def run():
+        with client(server) as it:
+            for _ in range(3):
+                with pytest.raises(ServiceTimeoutError):
+                    it.call("it.wait", {"value": 0.2}, timeout_s=0.01)
+            assert it.call("it.wait", {"value": 0.4}) is None  # late answers came meanwhile
+            return it._waiting, it._results
+
+    assert await on_thread(run) == (set(), {})
+
+
+async def test_call_waits_as_long_as_its_own_deadline_says(server):
+    def run():
+        with client(server, timeout_s=0.01) as it:
+            return it.call("it.wait", {"value": 1.5}, timeout_s=30.0)
+
+    assert await on_thread(run) is None
+
+
 async def test_server_gone_ends_a_call_and_all_that_follow(server):
     def begin():
         it = client(server)

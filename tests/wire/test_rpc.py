@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from asyncflow_core.errors import (
     ConfigError,
@@ -23,7 +24,7 @@ from asyncflow_core.errors import (
     WireVersionError,
 )
 from asyncflow_core.testing.aio import eventually
-from asyncflow_core.wire import Client, Server, _protocol
+from asyncflow_core.wire import Client, Method, Server, _protocol
 
 TOKEN = "token-of-this-run"
 Bench = Any
@@ -297,3 +298,69 @@ async def test_names_are_exposed_once_and_before_open(server: Server, bench: Ben
         server.expose("bench", bench.methods())
     with pytest.raises(ConfigError, match="the server is open"):
         server.expose("late", bench.methods())
+
+
+async def test_server_that_closes_takes_up_nothing_new(run_dir: Path) -> None:
+    begun, gate, seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await gate.wait()
+
+    server = Server(f"ipc://{run_dir}/s", name="s", token=TOKEN)
+    server.expose("it", {"slow": Method(slow_to_end, lambda plain: plain)})
+    await server.open()
+    async with Client(server.address, name="c", token=TOKEN) as client:
+        call = asyncio.ensure_future(client.call("it.slow", {}))
+        await asyncio.wait_for(begun.wait(), 10)
+        closing = asyncio.ensure_future(server.aclose())
+        with pytest.raises(PeerLostError):
+            await call
+        assert server._socket is not None
+        take = server._socket._on_message
+
+        def spy(*message: Any) -> None:
+            take(*message)
+            seen.set()
+
+        server._socket._on_message = spy
+        opening = asyncio.ensure_future(Client(server.address, name="d", token=TOKEN).open())
+        await asyncio.wait_for(seen.wait(), 10)
+        gate.set()
+        await asyncio.wait_for(closing, 10)
+        with pytest.raises(PeerLostError):
+            await opening
+
+
+async def test_arguments_that_fail_in_an_unforeseen_way_are_answered(run_dir: Path) -> None:
+    def arguments(plain: dict[str, Any]) -> dict[str, Any]:
+        return {"value": 1 / plain["value"]}
+
+    async def echo(value: float) -> float:
+        return value
+
+    server = Server(f"ipc://{run_dir}/s", name="s", token=TOKEN)
+    server.expose("it", {"echo": Method(echo, arguments)})
+    async with server, Client(server.address, name="c", token=TOKEN) as client:
+        with pytest.raises(EngineError, match=r"it\.echo: ZeroDivisionError"):
+            await client.call("it.echo", {"value": 0}, timeout_s=10)
+        assert await client.call("it.echo", {"value": 2}) == 0.5
+
+
+async def test_client_whose_queue_is_full_closes_all_the_same(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: Any, **_how: Any) -> None:
+        raise zmq.Again
+
+    call = asyncio.ensure_future(client.call("bench.wait", {}))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(client._socket, "send", full)
+    await client.aclose()
+    with pytest.raises(ServiceClosedError):
+        await call
+    assert client._socket is not None
+    assert client._socket.closed

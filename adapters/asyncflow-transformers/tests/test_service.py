@@ -25,6 +25,7 @@ from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import Bucket, TensorSpec, WeightSource
 from asyncflow_core.testing.aio import collect, eventually, manifest_of, stream
 from asyncflow_core.testing.generation import make_source
+from asyncflow_transformers.weights import DoubleBuffer
 
 
 @pytest.fixture
@@ -428,3 +429,36 @@ async def test_a_tensor_with_an_alias_name_of_ours_is_taken(service, model_dir):
     await service.commit_weights(1, SwitchMode.IN_FLIGHT)
     (completion,) = await collect(service.generate(make_requests(1)))
     assert_exact(model, completion)
+
+
+async def test_stage_that_fails_has_let_its_source_go(service, model_dir):
+    buckets, closed = make_buckets(versioned_model(model_dir, 1)), []
+
+    async def source():
+        try:
+            for bucket in [buckets[0], buckets[0]]:
+                yield bucket
+        finally:
+            closed.append(True)
+
+    given = source()
+    with pytest.raises(DataError):
+        await service.stage_weights(WeightSource(manifest_of(buckets, 1), buckets=given))
+    assert closed == [True]
+
+
+def test_transposed_parameter_takes_in_two_versions_bit_for_bit():
+    model = torch.nn.Linear(3, 2, bias=False)
+    model.weight = torch.nn.Parameter(torch.arange(6.0).reshape(3, 2).T)
+    before = model.weight.detach().clone()
+    buffer = DoubleBuffer(model)
+    assert torch.equal(model.weight, before)
+    for version in (1, 2):
+        data = np.full((2, 3), version, np.float32) + np.arange(6, dtype=np.float32).reshape(2, 3)
+        spec = TensorSpec("weight", "F32", (2, 3))
+        bucket = Bucket((spec,), data.reshape(-1).view(np.uint8))
+        buffer.begin([spec])
+        buffer.add(bucket)
+        assert buffer.finish()[0] == manifest_of([bucket], version).checksum
+        buffer.swap()
+        np.testing.assert_array_equal(model.weight.detach().numpy(), data)

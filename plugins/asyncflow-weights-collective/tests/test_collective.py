@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ class TestCollective(WeightSyncTests):
 
     @pytest.fixture
     def options(self):
-        return CollectiveOptions(backend=self.backend, timeout_s=10, gather_s=0.01)
+        return CollectiveOptions(backend=self.backend, timeout_s=8, gather_s=0.01)
 
     @pytest.fixture
     def capabilities(self, options):
@@ -111,20 +112,22 @@ async def test_locator_or_membership_that_is_not_sound_refused():
 
 
 async def test_replica_that_dies_before_it_asked_holds_up_nobody():
-    async with side() as trainer, side(timeout_s=5) as replica:
+    async with side() as trainer, side(timeout_s=20) as replica:
         published = await trainer.publish(1, 0, stream(random_buckets(1)))
-        store = connect("127.0.0.1", published.locator["port"], 5)
+        store = connect("127.0.0.1", published.locator["port"], 20)
         store.add("requests", 1)  # its number is taken, and nothing follows
         assert await checksum(await replica.fetch(published)) == published.manifest.checksum
 
 
 async def test_many_versions_leave_nothing_in_the_store_nor_in_the_process_nor_on_stderr(capfd):
-    async with side(gather_s=0.0, timeout_s=1) as trainer, side() as replica:
+    async with side(gather_s=0.0) as trainer, side() as replica:
         for version in range(6):
             published = await trainer.publish(version, 0, stream(random_buckets(version)))
             assert await checksum(await replica.fetch(published)) == published.manifest.checksum
             await trainer.retire(version)
-        store = connect("127.0.0.1", published.locator["port"], 5)
+        _, sender = await trainer._served
+        sender._past = deque((0.0, group) for _, group in sender._past)  # their deadline passed
+        store = connect("127.0.0.1", published.locator["port"], 20)
         await eventually(lambda: store.list_keys() == ["requests"])
         await eventually(lambda: not [t for t in threading.enumerate() if "group" in t.name])
     assert capfd.readouterr().err == ""

@@ -48,7 +48,7 @@ class TestZmq(_Transport):
     @pytest.fixture(params=["ipc", "tcp", "delta"])
     def options(self, request):
         listen = "tcp://127.0.0.1:*" if request.param == "tcp" else "ipc"
-        return ZmqOptions(listen=listen, delta=request.param == "delta")
+        return ZmqOptions(listen=listen, delta=request.param == "delta", stall_s=3)
 
 
 class TestDisk(_Transport):

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import socket as unix
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -287,3 +289,19 @@ async def test_side_whose_thread_fails_raises_and_never_waits(make):
         await eventually(lambda: not trainer._node.is_alive())
         with pytest.raises(ServiceError, match="thread that moves weights failed"):
             await put(trainer, 2)
+
+
+async def test_sockets_of_killed_processes_are_removed_and_those_of_the_living_stay(make, tmp_path):
+    dead = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await dead.wait()
+    left, foreign = tmp_path / f"weights-{dead.pid}-aa.sock", tmp_path / "weights-x-y.sock"
+    for path in (left, foreign):
+        with unix.socket(unix.AF_UNIX) as sock:
+            sock.bind(str(path))
+    async with make() as trainer:
+        published = await put(trainer, 1)
+        assert not left.exists()
+        assert foreign.exists()
+        async with make() as replica:
+            assert await receive(replica, published) == published.manifest.checksum
+    assert [path.name for path in tmp_path.glob("weights-*.sock")] == [foreign.name]

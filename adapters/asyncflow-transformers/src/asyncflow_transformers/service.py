@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -141,8 +142,9 @@ class TransformersRollout(Rollout):
             DataError: the tensors are not the model's (what was staged before stays), or the
                 source fell short (nothing is staged then).
         """
-        loop, buckets = self._opened(), self._buckets(source)
-        async with self._update:
+        loop = self._opened()
+        # Closed at once if staging fails: a source may hold a version that others wait to replace.
+        async with self._update, contextlib.aclosing(self._buckets(source)) as buckets:
             start = time.perf_counter()
             await loop.settled()
             await self._help(lambda: self._buffer.begin(source.manifest.tensors))
@@ -153,12 +155,16 @@ class TransformersRollout(Rollout):
             version = self._staged = source.manifest.version
             return StagedWeights(version, checksum, nbytes, time.perf_counter() - start)
 
-    async def _buckets(self, source: WeightSource) -> AsyncIterator[Bucket]:
+    async def _buckets(self, source: WeightSource) -> AsyncGenerator[Bucket, None]:
         """Whatever the source is, its buckets."""
         tensors = source.manifest.tensors
         if source.kind == "buckets" and source.buckets is not None:
-            async for bucket in source.buckets:
-                yield bucket
+            try:
+                async for bucket in source.buckets:
+                    yield bucket
+            finally:
+                if isinstance(source.buckets, AsyncGenerator):
+                    await source.buckets.aclose()
             return
         found = (
             from_files(source.path, tensors)

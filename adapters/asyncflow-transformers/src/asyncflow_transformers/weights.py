@@ -44,6 +44,9 @@ class DoubleBuffer:
 
     def __init__(self, model: nn.Module) -> None:
         self._params = dict(model.named_parameters())
+        for param in self._params.values():
+            # Bytes are put where they lie: in a transposed view there would be no place for them.
+            param.data = param.data.contiguous()
         first = {id(param): name for name, param in self._params.items()}
         self._names = {
             name: first[id(param)] for name, param in model.named_parameters(remove_duplicate=False)

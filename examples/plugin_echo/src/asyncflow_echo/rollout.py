@@ -84,6 +84,8 @@ class EchoRollout(Rollout):
         ids, plain = request.prompt_ids, SamplingParams()
         if not len(ids) or ids.min() < 0 or ids.max() >= self._vocab:
             raise DataError(f"request {request.key}: a prompt is 1 or more ids below {self._vocab}")
+        if request.sampling.max_new_tokens < 1:
+            raise DataError(f"request {request.key}: max_new_tokens is 1 or more")
         wanted = [f.name for f in fields(plain) if f.name not in CAPABILITIES.sampling]
         wrong = [n for n in wanted if getattr(request.sampling, n) != getattr(plain, n)]
         if wrong or request.prefix is not None:

@@ -117,13 +117,11 @@ class VersionWriter:
         self._waiting: list[Bucket] = []
         self._waiting_bytes = 0
         self._files = 0
-        self._count = 0
 
     def add(self, bucket: Bucket) -> None:
         """Take a bucket; a file is written once enough came together."""
         copy = np.empty(len(bucket.data), np.uint8)
         self._builder.add(bucket, into=copy)
-        self._count += len(bucket.specs)
         self._waiting.append(Bucket(bucket.specs, copy))
         self._waiting_bytes += len(copy)
         if self._waiting_bytes >= self._shard_bytes:
@@ -138,13 +136,7 @@ class VersionWriter:
         self._waiting, self._waiting_bytes = [], 0
 
     def finish(self) -> tuple[WeightManifest, Path]:
-        """Let the version appear under its name.
-
-        Raises:
-            DataError: there was no tensor.
-        """
-        if not self._count:
-            raise DataError("a version without a tensor cannot be published")
+        """Let the version appear under its name."""
         self._write()
         (self._path / READERS).touch(mode=0o600)
         _sync(self._path)

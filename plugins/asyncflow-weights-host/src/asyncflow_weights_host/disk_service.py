@@ -179,7 +179,7 @@ class DiskWeightSync(VersionedWeightSync):
         if not isinstance(where, str):
             raise DataError(f"not a locator of the transport 'disk': {published.locator!r:.80}")
         try:
-            return await in_thread(lock_for_reading, Path(where))
+            return await in_thread(lock_for_reading, Path(where), undo=os.close)
         except OSError as error:
             raise self._error(
                 f"version {published.manifest.version} cannot be read in {where} ({error}); it was "

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncflow_core.errors import DataError
 from asyncflow_core.services.weight_sync import Bucket, ManifestBuilder, TensorSpec, WeightManifest
 from asyncflow_weights_host.files import SegmentWriter
 from asyncflow_weights_host.locator import BucketPlace, Locator, here
@@ -18,8 +17,16 @@ __all__ = ["Intake", "in_thread"]
 _T = TypeVar("_T")
 
 
-async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Run on a thread and, if cancelled, first wait for it: it uses a file that is then closed."""
+async def in_thread(
+    function: Callable[..., _T], *arguments: Any, undo: Callable[[_T], object] | None = None
+) -> _T:
+    """Run on a thread and, if cancelled, first wait for it: it uses a file that is then closed.
+
+    Args:
+        function: what to run.
+        *arguments: its arguments.
+        undo: what to do with a result that nobody is left to take.
+    """
     future = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(future)
@@ -29,8 +36,9 @@ async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
                 await asyncio.wait([future])
             except asyncio.CancelledError:
                 continue
-        if not future.cancelled():
-            future.exception()  # seen: the cancellation is what is reported
+        # An exception is seen with it: the cancellation is what is reported.
+        if not future.cancelled() and future.exception() is None and undo is not None:
+            undo(future.result())
         raise
 
 
@@ -98,11 +106,8 @@ class Intake:
         """Make the file appear under its name.
 
         Raises:
-            DataError: there was no tensor.
             OSError: there is no room.
         """
-        if not self._count:
-            raise DataError(f"version {self._version} has no tensor; there is nothing to publish")
         manifest = self._builder.build()
         nbytes = self._writer.finish(path)
         host, boot_id = here()

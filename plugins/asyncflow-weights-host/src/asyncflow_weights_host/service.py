@@ -95,6 +95,9 @@ class HostWeightSync(VersionedWeightSync):
         """Remove all own files; a publish that waits or runs fails with `ServiceClosedError`."""
         directory, self._directory = self._directory, None
         self._closed()
+        for asked in self._coming.values():
+            if not asked.done():
+                asked.set_result(None)
         self._root = None
         self._paths.clear()
         self._mappings.close()
@@ -122,9 +125,11 @@ class HostWeightSync(VersionedWeightSync):
             return None
         try:
             async with asyncio.timeout(self._publish_timeout_s):
-                return await asyncio.shield(self._asked(version, life))
+                coming = await asyncio.shield(self._asked(version, life))
         except TimeoutError:
             return None
+        self._check_open()
+        return coming
 
     def _asked(self, version: int, life: int) -> asyncio.Future[PublishedWeights | None]:
         future: asyncio.Future[PublishedWeights | None] = asyncio.get_running_loop().create_future()

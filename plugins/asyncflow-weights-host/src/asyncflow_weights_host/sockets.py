@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
+import secrets
+import socket as unix
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -13,12 +18,31 @@ from asyncflow_core.errors import ConfigError
 from asyncflow_core.wire import KeyPair, check_reach, is_local, split_key, with_key
 from asyncflow_weights_host.held import CHUNK_BYTES
 
-__all__ = ["Sockets"]
+__all__ = ["Sockets", "socket_name", "sweep_sockets"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SMALL_BYTES = 4096
 _QUEUED = 256
 _DOMAIN = "asyncflow"
+
+
+def socket_name() -> str:
+    """A file name for a socket of this process."""
+    return f"weights-{os.getpid()}-{secrets.token_hex(4)}.sock"
+
+
+def sweep_sockets(directory: Path) -> None:
+    """Remove the sockets of dead processes.
+
+    Nobody must listen, and the process of the name be gone: one that binds does not listen yet, and
+    that of another container is not seen from here.
+    """
+    for path in directory.glob("weights-*-*.sock"):
+        pid = path.name.split("-")[1]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM | unix.SOCK_NONBLOCK) as probe:
+                if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
+                    path.unlink(missing_ok=True)
 
 
 class Sockets:
@@ -35,6 +59,7 @@ class Sockets:
         self._context: zmq.Context[Any] = zmq.Context()
         self._admitted = _Admitted()
         self._authenticator: ThreadAuthenticator | None = None
+        self._file: Path | None = None
 
     def admit(self, keys: KeyPair) -> None:
         """Let clients with these keys in."""
@@ -54,6 +79,8 @@ class Sockets:
             socket.close()
             raise ConfigError(f"cannot bind {address!r}: {error}") from error
         bound = socket.get_string(zmq.LAST_ENDPOINT)
+        if bound.startswith("ipc://"):
+            self._file = Path(bound.removeprefix("ipc://"))  # libzmq leaves it where it is
         return socket, bound if keys is None else with_key(bound, keys.public)
 
     def _encrypt(self, socket: zmq.Socket[bytes]) -> KeyPair:
@@ -92,6 +119,8 @@ class Sockets:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 def _keep_message_memory() -> None:

@@ -34,7 +34,7 @@ from asyncflow_weights_host.locator import here
 from asyncflow_weights_host.node import Node, Origin
 from asyncflow_weights_host.options import ZmqOptions
 from asyncflow_weights_host.protocol import TOKEN_BYTES, Content
-from asyncflow_weights_host.sockets import Sockets
+from asyncflow_weights_host.sockets import Sockets, socket_name, sweep_sockets
 from asyncflow_weights_host.zmq_locator import DeltaOffer, ZmqLocator, places_in
 
 __all__ = ["ZmqWeightSync"]
@@ -82,12 +82,14 @@ class ZmqWeightSync(VersionedWeightSync):
         self._pool = Pool()
 
     async def open(self) -> None:
-        """Take calls; sockets are made by the first of them.
+        """Take calls; sockets are made by the first of them. What killed processes left goes.
 
         Raises:
             ConfigError: `listen` is no address, or needs a run directory that is not there.
         """
         self._listen_address()
+        if self._options.listen == "ipc":
+            await in_thread(sweep_sockets, Path(self._run_dir or ""))
         self._is_open = True
 
     def _listen_address(self) -> str:
@@ -100,8 +102,7 @@ class ZmqWeightSync(VersionedWeightSync):
                 "weight_sync.zmq has no run directory for its sockets; set its option 'listen', "
                 "such as tcp://127.0.0.1:*"
             )
-        name = f"weights-{os.getpid()}-{secrets.token_hex(4)}.sock"
-        path = Path(self._run_dir) / name
+        path = Path(self._run_dir) / socket_name()
         if len(os.fsencode(path)) > _SUN_PATH_BYTES:
             raise ConfigError(f"the socket path {path} is longer than {_SUN_PATH_BYTES} bytes")
         return f"ipc://{path}"
@@ -139,8 +140,6 @@ class ZmqWeightSync(VersionedWeightSync):
             taken.append(Bucket(bucket.specs, data))
         self._pool.trim()
         self._check_open()
-        if not taken:
-            raise DataError(f"version {version} has no tensor; there is nothing to publish")
         manifest = builder.build()
         offer = await self._hold_delta(node, manifest, taken) if self._options.delta else None
         self._check_open()
