@@ -135,11 +135,12 @@ class RolloutConfig(ServiceConfig):
     """Which prompts go first, among those of the oldest batch that may start."""
     sampling: SamplingConfig = SamplingConfig()
     """How responses are drawn, in training and evaluation."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Seconds in which a replica that holds rows may generate no token and finish no response.
-    Then it is ended and started again, as often as `watchdog.restarts` allows, and its rows are
-    generated again. Longer than it stands still to take weights; for an engine that counts tokens
-    only when a response ends, longer than the longest response."""
+    timeout_s: float = Field(1800.0, ge=1)
+    """Seconds in which a replica that holds rows may generate no token and finish no response. Then
+    it is ended and started again, as often as `watchdog.restarts` allows, and its rows are
+    generated again. Longer than its engine stands still to take weights or to start a server of its
+    own again, and for an engine that counts tokens only when a response ends, longer than the
+    longest response."""
     switch_mode: Literal["auto", "drain", "in_flight", "abort_resume"] = "auto"
     """When new weights start to serve. auto: in_flight with preset async, a max_staleness above 0
     and an engine that can, else drain."""
@@ -159,9 +160,9 @@ class TrainerConfig(ServiceConfig):
 class WeightSyncConfig(PartConfig):
     """How weights travel from trainer to rollout, and what is asked of every replica."""
 
-    stage_timeout_s: float = Field(300.0, gt=0)
-    """Seconds a replica has to take a version in; then it is lost, by name."""
-    commit_timeout_s: float = Field(300.0, gt=0)
+    stage_timeout_s: float = Field(300.0, ge=1)
+    """Seconds a replica has to take a version in; then it is ended and started again."""
+    commit_timeout_s: float = Field(300.0, ge=1)
     """Seconds a replica has to switch; with switch mode drain it waits for its longest response."""
     attempts: int = Field(2, ge=1)
     """Times a replica may try to take one version in. What serves stays until one succeeds."""
@@ -370,7 +371,7 @@ class WatchdogConfig(Section):
     from its newest checkpoint by itself, as often as `restarts` allows."""
     restart_window_s: float = Field(600.0, gt=0)
     """Seconds after which a death is forgotten."""
-    idle_s: float = Field(3600.0, gt=0)
+    idle_s: float = Field(3600.0, ge=1)
     """Seconds in which no row is finished, no step done, no process started and no weights are
     taken, after which the run ends and says who waits for whom."""
 

@@ -161,3 +161,15 @@ def _signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def no_start(monkeypatch):
+    """Nothing may be started: neither a process nor a run."""
+
+    def refuse(*_, **__):
+        pytest.fail("something was started")
+
+    monkeypatch.setattr("subprocess.Popen.__init__", refuse)
+    monkeypatch.setattr("asyncio.create_subprocess_exec", refuse)
+    monkeypatch.setattr("asyncflow_core.flow.running.folder.RunFolder.__init__", refuse)

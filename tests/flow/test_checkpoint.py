@@ -87,3 +87,10 @@ def test_checkpoint_that_cannot_be_written_says_where(checkpoints):
     checkpoints.path.joinpath("1", "full").touch()
     with pytest.raises(ServiceError, match=r"part-1' cannot be written: Directory not empty"):
         checkpoints.finish(checkpoint(1))
+
+
+def test_begin_where_nothing_can_be_written_says_where_and_how_to_go_on(checkpoints, tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    said = r"part-4' cannot be written: Not a directory; make room there, then .*--resume"
+    with pytest.raises(ServiceError, match=said):
+        checkpoints.begin(4)

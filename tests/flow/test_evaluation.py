@@ -175,7 +175,7 @@ async def test_beside_training_never_more_than_the_share_and_never_before_it_ser
 async def test_held_out_rows_come_before_training_rows_and_the_trainer_never_sees_them(start):
     run = await start(config())
     run.served.event.set()
-    admitting = asyncio.create_task(run.supply.admit())
+    admitting = asyncio.create_task(run.supply.run())
     await eventually(lambda: run.supply.rows_put == 8)
     run.evaluations.begin(2, run.group)
     order = []

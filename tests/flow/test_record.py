@@ -224,6 +224,9 @@ async def test_recorder_row_seen_twice_counts_once(folder, thread):
     await recorder.observe(*rows(0, [1.0, 0.0, 0.5]))
     assert (await recorder.wait_groups(groups(0, 3), 3)).values == [1.0, 0.0, 0.5]
     assert len((folder.path / "samples.jsonl").read_text().splitlines()) == 3
+    await recorder.observe(*rows(0, [0.0, 0.5]))  # when its step was recorded
+    assert len((folder.path / "samples.jsonl").read_text().splitlines()) == 3
+    assert recorder.groups == {}
 
 
 async def test_recorder_row_that_the_tokenizer_cannot_decode_is_named(folder, thread):

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from asyncflow_core.config import WeightSyncConfig
-from asyncflow_core.errors import EngineError, PeerLostError
+from asyncflow_core.errors import EngineError, PeerLostError, ServiceError
 from asyncflow_core.flow.processes.control import WorkStats
 from asyncflow_core.flow.processes.replicas import Replicas
 from asyncflow_core.flow.weights.switching import Switching
 from asyncflow_core.services.rollout import RolloutStats, SwitchMode
+from asyncflow_core.testing.aio import eventually
 
 
 class Replica:
@@ -181,3 +182,66 @@ async def test_replica_that_dies_while_it_takes_weights_catches_up_when_it_is_ba
     await switching.settled()
     assert back.serves == [2]
     assert switching.failures == 0
+
+
+async def test_replica_that_cannot_take_weights_is_ended_if_it_ever_served_any(group):
+    ended = []
+
+    async def end(name, reason):
+        ended.append(reason)
+
+    async def broken(published):
+        raise EngineError("out of memory")
+
+    replica = Replica("a")
+    switching = Switching(
+        {"a": replica},
+        SimpleNamespace(retire=retire),
+        SwitchMode.DRAIN,
+        group,
+        WeightSyncConfig(plugin="memory", attempts=1),
+        end=end,
+    )
+    switching.start()
+    switching.published(weights(1))
+    await switching.settled()
+    replica.stage = broken
+    switching.published(weights(2))
+    await eventually(lambda: ended)
+    assert ended == ["a cannot be brought to weights version 2: out of memory"]
+    assert switching.waiting() == []
+    switching.left("a")
+    back = Replica("a")
+    switching.joined("a", back)
+    await switching.settled()
+    assert back.serves == [2]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_replica_that_never_took_weights_ends_the_run(ends):
+    async def end(name, reason):
+        raise AssertionError(reason)
+
+    async def broken(published):
+        raise EngineError("another shape")
+
+    async def run():
+        async with asyncio.TaskGroup() as group:
+            switching = Switching(
+                {"a": replica},
+                SimpleNamespace(retire=retire),
+                SwitchMode.DRAIN,
+                group,
+                WeightSyncConfig(plugin="memory", attempts=1),
+                end=end if ends else None,
+            )
+            switching.start()
+            switching.published(weights(1))
+
+    replica = Replica("a")
+    replica.stage = broken
+    with pytest.raises(ExceptionGroup) as found:
+        await run()
+    (error,) = found.value.exceptions
+    assert isinstance(error, ServiceError)
+    assert "a cannot be brought to weights version 1: another shape" in str(error)

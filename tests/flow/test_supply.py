@@ -55,8 +55,8 @@ async def supplying(store, prompts, config, assigned=None, note=None):
     tasks = []
 
     def start():
-        tasks.extend(map(asyncio.create_task, (supply.admit(), supply.watch_drops())))
-        supply.running = asyncio.gather(*tasks)
+        supply.running = asyncio.create_task(supply.run())
+        tasks.append(supply.running)
 
     supply.start = start
     if assigned is None:
@@ -66,7 +66,7 @@ async def supplying(store, prompts, config, assigned=None, note=None):
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(supply.running, *tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         thread.shutdown(cancel_futures=True)
 
 

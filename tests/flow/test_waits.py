@@ -1,11 +1,14 @@
 """The wait-for graph in lines, and the end of a run in which nothing moves."""
 
+import asyncio
+
 import pytest
 
 from asyncflow_core.errors import ServiceTimeoutError
 from asyncflow_core.flow.processes import waits as module
-from asyncflow_core.flow.processes.waits import Batch, Waits
+from asyncflow_core.flow.processes.waits import Batch, Waits, said
 from asyncflow_core.services.data_store import StoreStats, TaskStats
+from asyncflow_core.testing.aio import eventually
 
 
 def stats(*, trained=0, **holders):
@@ -68,6 +71,33 @@ class Still:
 
     async def stats(self):
         return stats(rollout_0=3)
+
+
+async def test_what_takes_long_where_no_graph_is_yet_is_said_until_it_ends(monkeypatch, caplog):
+    monkeypatch.setattr(module, "SAY_AFTER_S", 0.01)
+    async with said("the store is being opened"):
+        await eventually(lambda: caplog.text.count("the store is being opened since") >= 2)
+    count = len(caplog.records)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(caplog.records) == count
+    assert len(asyncio.all_tasks()) == 1
+
+
+class Silent:
+    """A store that never answers, and lives."""
+
+    async def stats(self):
+        await asyncio.Event().wait()
+
+
+async def test_store_that_never_answers_is_said_and_then_ends_the_run(monkeypatch, caplog):
+    monkeypatch.setattr(module, "SAY_AFTER_S", 0.02)
+    waits = Waits(Silent(), Batch(1, 4), idle_s=0.1)
+    waits.begin("step 1", step=1)
+    with pytest.raises(ServiceTimeoutError, match=r"store did not answer.*waited for: step 1"):
+        await asyncio.wait_for(waits.run(), 20)
+    assert "the data store does not answer since" in caplog.text
 
 
 async def test_run_in_which_nothing_moves_ends_and_says_who_holds_it(monkeypatch):

@@ -15,14 +15,8 @@ from hypothesis.stateful import (
 
 from asyncflow_core.config import WeightSyncConfig
 from asyncflow_core.errors import EngineError, InvariantError
-from asyncflow_core.flow.weights.protocol import (
-    Commit,
-    Compare,
-    Fail,
-    Retire,
-    Stage,
-    WeightProtocol,
-)
+from asyncflow_core.flow.weights.instructions import Commit, Compare, Fail, Retire, Stage
+from asyncflow_core.flow.weights.protocol import WeightProtocol
 from asyncflow_core.flow.weights.switching import Switching
 from asyncflow_core.services.rollout import SwitchMode
 
@@ -92,8 +86,9 @@ class Replicas(RuleBasedStateMachine):
                     assert version not in self.retired
                     assert version not in self.fetched()
                     self.retired.append(version)
-                case Fail(replica, version, reason):
+                case Fail(replica, version, reason, decided):
                     assert reason
+                    assert decided == ("bit" in reason)
                     assert replica not in self.asked
                     final = "deadline" in reason or "bit" in reason
                     tried = max(
@@ -310,7 +305,13 @@ class Replicas(RuleBasedStateMachine):
         if self.newest is not None:
             assert self.protocol.settled() == done
         lines = self.protocol.waiting(self.now)
-        assert len(lines) == len(self.asked) + len(self.holds)
+        late = set()
+        if self.withdrawn:
+            free = self.serves.keys() - self.asked.keys() - self.failed.keys()
+            late = {name for name in free if self.serves[name][-1:] != [self.newest]}
+        assert len(lines) == len(self.asked) + len(self.holds) + len(late)
+        for name in late:
+            assert f"{name} waits for the next version: the transport holds one" in lines
         for name in self.holds:
             version = self.names[self.comes][1]
             assert f"{name} is done with version {version}, which still comes" in lines

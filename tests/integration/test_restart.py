@@ -108,7 +108,7 @@ async def test_engine_that_hangs_in_the_runs_own_process_ends_the_run(started):
     run = started(**hanging("hang", **more))
     await run.until(lambda: run.process.poll() is not None)
     assert run.process.returncode == 1
-    assert "service_timeout: rollout-0 generated no token" in run.output
+    assert "service: rollout-0 generated no token" in run.output
     assert "launcher.plugin=local" in run.output
 
 
@@ -126,3 +126,18 @@ async def test_trainer_that_dies_again_before_each_checkpoint_ends_the_run(start
     said = "peer_lost: the run was resumed 1 times in a row without progress in between"
     assert f"{said} (watchdog.restarts), the last time from step 2" in run.output
     assert "trainer-0 ended with status 3" in run.output
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_replica_that_takes_no_more_weights_is_started_again_and_catches_up(
+    started, replicas
+):
+    run = started(
+        **{**STEADY, "rollout__options": {"token_s": 0.01, "refuses_from": 3}},
+        rollout__plugin="misbehave",
+        rollout__replicas=replicas,
+    )
+    summary = await run.finished()
+    assert "cannot be brought to weights version" in run.output
+    assert "no memory for a second set of weights, so it was ended; its" in run.output
+    assert sum(summary["restarts"].values()) == 1

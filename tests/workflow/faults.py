@@ -212,6 +212,14 @@ FAULTS = (
           UNSAVED, None, "the engine broke",
           {"rollout__plugin": "misbehave", "rollout__options": {"at_generate": "raise"}},
           begins="now: raise"),
+    Fault("a rollout engine that never returns, once", RESTARTED, BEGUN, None,
+          "it holds for 2 s (rollout.timeout_s)",
+          {"rollout__plugin": "misbehave", "rollout__timeout_s": 2.0, "rollout__replicas": 2,
+           "rollout__options__at_generate": "hang_once"}, begins="now: hang"),
+    Fault("a rollout engine that takes no more weights", RESTARTED, BEGUN, None,
+          "cannot be brought to weights version",
+          {"rollout__plugin": "misbehave", "rollout__options__refuses_from": 3},
+          begins="failed to take weights"),
 )  # fmt: skip
 
 

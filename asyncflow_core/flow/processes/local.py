@@ -1,9 +1,9 @@
 """The `local` launcher: services as supervised processes of this machine.
 
 Nothing outlives the run. Closing the launcher ends each child, by signal, then by force. When this
-process itself is killed, the guard (`flow.guard`) ends all children, also stopped ones, and removes
-the run's directory. Should the guard be killed as well, each child ends its own process group when
-its standard input ends (`flow.serve`), and the next run's start sweeps what is left.
+process itself is killed, the guard (`processes.guard`) ends all children, also stopped ones, and
+removes the run's directory. Should the guard be killed as well, each child ends its own process
+group when its standard input ends (`processes.serve`), and the next run's start sweeps the rest.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Replicas:
             await self._end(
                 name,
                 f"{name} generated no token and finished none of the {self._work[name].held} rows "
-                f"it holds for {self._timeout_s:g} s (rollout.timeout_s), so it was ended",
+                f"it holds for {self._timeout_s:g} s (rollout.timeout_s)",
             )
 
     async def abort(self, keys: Sequence[Key]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow_core.config import PartConfig
-from asyncflow_core.errors import PeerLostError, ServiceError, ServiceTimeoutError
+from asyncflow_core.errors import PeerLostError, ServiceError
 from asyncflow_core.flow.planning.plan import Plan
 from asyncflow_core.flow.planning.specs import process_specs
 from asyncflow_core.flow.processes.host import CONTROLS
@@ -155,20 +155,20 @@ class Processes:
                     starting.create_task(self._ready(service))
 
     async def end(self, name: str, reason: str) -> None:
-        """End a process that answers and does not work; it comes back, as one that died.
+        """End a process that answers and does not do its work; it comes back, as one that died.
 
         Raises:
-            ServiceTimeoutError: the launcher started no process that could be ended.
+            ServiceError: the launcher started no process that could be ended.
         """
         if not self._plan.chosen["launcher"].capabilities.processes:
-            raise ServiceTimeoutError(
-                f"{reason}; nor can it be, in the run's own process: launcher.plugin=local gives "
-                f"it one of its own",
+            raise ServiceError(
+                f"{reason}; in the run's own process it cannot be ended and started again, "
+                f"launcher.plugin=local gives it one of its own",
                 service=name,
             )
         for service in self._services:
             if service.name == name and name in self.controls:
-                service.stuck = reason
+                service.stuck = f"{reason}, so it was ended"
                 await service.process.kill()
 
     async def one_that_ended(self) -> EndedError | None:
@@ -244,10 +244,10 @@ class Processes:
         with self._waits.holding(f"{service.name} is started again"):
             service.process = await self._launcher.start(service.spec, self._store)
             await self._ready(service)
-            # A hand-out may have been on its way to the old one when it died.
-            await self._give_back(service.name)
-            control = self.controls[service.name]
-            await control.start()
+        # A hand-out may have been on its way to the old one when it died.
+        await self._give_back(service.name)
+        control = self.controls[service.name]
+        await control.start()
         await self._back(service.name, control)
 
     async def _give_back(self, name: str) -> int:

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncflow_core.errors import ServiceTimeoutError
 from asyncflow_core.services.data_store import DataStore, StoreStats, TaskStats
 
-__all__ = ["SAY_AFTER_S", "WORTH_S", "Batch", "Waits"]
+__all__ = ["SAY_AFTER_S", "WORTH_S", "Batch", "Waits", "said"]
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +25,24 @@ SAY_AFTER_S = 30.0
 """Whatever takes this long is said to do so, and again each time it passes."""
 WORTH_S = 1.0
 """What a holder holds, or nobody takes, for less is the run's normal course."""
+
+
+@contextlib.asynccontextmanager
+async def said(what: str) -> AsyncIterator[None]:
+    """Warn each time another `SAY_AFTER_S` passed in the block: where no `Waits` runs."""
+
+    async def say() -> None:
+        seconds = 0.0
+        while True:
+            await asyncio.sleep(SAY_AFTER_S)
+            seconds += SAY_AFTER_S
+            _log.warning("%s since %.0f s", what, seconds)
+
+    saying = asyncio.create_task(say())
+    try:
+        yield
+    finally:
+        saying.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +130,7 @@ class Waits:
         """
         while True:
             await asyncio.sleep(SAY_AFTER_S / 30)
-            stats = await self._store.stats()
+            stats = await self._ask()
             now, lines = self._clock(), self.lines(stats)
             self._look(stats, now)
             if self._what and now - self._said >= SAY_AFTER_S:
@@ -128,6 +146,23 @@ class Waits:
                     f"nothing moved for {self._idle_s:g} s: {'; '.join(lines)}; raise "
                     f"watchdog.idle_s if that is the run's pace"
                 )
+
+    async def _ask(self) -> StoreStats:
+        """What the store says; one that says nothing is waited for as all else is."""
+        asked, asking = self._clock(), asyncio.ensure_future(self._store.stats())
+        try:
+            while not (await asyncio.wait({asking}, timeout=SAY_AFTER_S))[0]:
+                silent_s = self._clock() - asked
+                if silent_s >= self._idle_s:
+                    raise ServiceTimeoutError(
+                        f"the data store did not answer for {silent_s:.0f} s (watchdog.idle_s), "
+                        f"while this was waited for: {self._what}",
+                        service="data_store",
+                    )
+                _log.warning("the data store does not answer since %.0f s", silent_s)
+            return asking.result()
+        finally:
+            asking.cancel()
 
     def _look(self, stats: StoreStats, now: float) -> None:
         """Note whether anything moved."""

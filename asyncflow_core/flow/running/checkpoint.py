@@ -68,10 +68,17 @@ class Checkpoints:
         return self.path / str(version) / _TRAINER
 
     def begin(self, version: int) -> Path:
-        """Make room for a checkpoint; where the trainer is to write, a directory not yet there."""
+        """Make room for a checkpoint; where the trainer is to write, a directory not yet there.
+
+        Raises:
+            ServiceError: it cannot be made.
+        """
         part = self._part(version)
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        try:
+            part.mkdir(parents=True)
+        except OSError as error:
+            raise self._not_written(part, error) from error
         return part / _TRAINER
 
     def finish(self, checkpoint: Checkpoint) -> None:
@@ -99,12 +106,7 @@ class Checkpoints:
             part.rename(self.path / str(checkpoint.version))
             _sync(self.path)
         except OSError as error:
-            raise ServiceError(
-                f"the checkpoint {str(part)!r} cannot be written: {error.strerror}; make room "
-                f"there, then `asyncflow run --resume {self.path.parent}` goes on from the one "
-                f"before it",
-                service="checkpoint",
-            ) from error
+            raise self._not_written(part, error) from error
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest, and what deaths left half written or half deleted."""
@@ -146,6 +148,13 @@ class Checkpoints:
             raise self._damaged(file, "its checksum is not that of its content")
         del record["format"]
         return record
+
+    def _not_written(self, part: Path, error: OSError) -> ServiceError:
+        return ServiceError(
+            f"the checkpoint {str(part)!r} cannot be written: {error.strerror}; make room there, "
+            f"then `asyncflow run --resume {self.path.parent}` goes on from the one before it",
+            service="checkpoint",
+        )
 
     def _damaged(self, file: Path, how: str) -> ConfigError:
         version = int(file.relative_to(self.path).parts[0])

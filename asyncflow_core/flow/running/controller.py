@@ -23,7 +23,7 @@ from asyncflow_core.flow.processes.control import RolloutControl, StageControl, 
 from asyncflow_core.flow.processes.launch import Launcher
 from asyncflow_core.flow.processes.replicas import Replicas
 from asyncflow_core.flow.processes.supervision import EndedError, Processes
-from asyncflow_core.flow.processes.waits import Batch, Waits
+from asyncflow_core.flow.processes.waits import Batch, Waits, said
 from asyncflow_core.flow.running.folder import RunFolder
 from asyncflow_core.flow.running.policies.over_sampling import STRAGGLER
 from asyncflow_core.flow.running.record import Recorder
@@ -85,10 +85,8 @@ class Controller:
         async with AsyncExitStack() as stack:
             stack.callback(self._folder.close)
             stack.enter_context(self._watching.to_the_end())
-            launcher: Launcher = await stack.enter_async_context(self._build("launcher"))
-            store: DataStore = await stack.enter_async_context(
-                self._build("data_store", run_dir=launcher.run_dir)
-            )
+            launcher: Launcher = await self._opened(stack, "launcher")
+            store: DataStore = await self._opened(stack, "data_store", launcher.run_dir)
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._main(group, stack, launcher, store))
@@ -154,8 +152,8 @@ class Controller:
         controls = self._processes.controls
         for name, control in controls.items():
             if isinstance(control, StageControl):
-                with waits.holding(f"{name} registers its task"):
-                    await control.start()
+                waits.begin(f"{name} registers its task")
+                await control.start()
         for worker in workers:
             group.create_task(keep(worker, self._processes.restarts, self._processes.clock))
         trainer = next(c for c in controls.values() if isinstance(c, TrainerControl))
@@ -174,6 +172,7 @@ class Controller:
             self._config.weight_sync,
             self._processes.clock.now,
             concurrent_versions=self._plan.chosen["weight_sync"].capabilities.concurrent_versions,
+            end=self._processes.end,
         )
         switching.start()
         supply = Supply(
@@ -239,6 +238,21 @@ class Controller:
                 switching.joined(name, control)
 
         self._processes.keep_alive(left, back)
+
+    async def _opened(
+        self, stack: AsyncExitStack, section: str, run_dir: Path | None = None
+    ) -> Any:
+        """A service of the run's own process, which the stack closes; neither hangs unsaid."""
+        service = self._build(section, run_dir=run_dir)
+
+        async def close() -> None:
+            async with said(f"{section} is being closed and has not ended"):
+                await service.aclose()
+
+        async with said(f"{section} is being opened and does not answer"):
+            await service.__aenter__()
+        stack.push_async_callback(close)
+        return service
 
     def _build(
         self, section: str, tokenizer: Tokenizer | None = None, run_dir: Path | None = None

@@ -22,6 +22,10 @@ from asyncflow_core.services.data_store import RowInfo
 __all__ = ["Folder", "Recorder", "Rewards"]
 
 
+_REMEMBERED = 8192
+"""Groups whose step is recorded: rows of theirs may still come again, under a later lease."""
+
+
 @dataclass(slots=True)
 class Rewards:
     """Rewards of one group or one evaluation; `seen` has the rows they are of."""
@@ -85,6 +89,7 @@ class Recorder:
         self._thread = thread
         self._changed = asyncio.Event()
         self.groups: defaultdict[GroupKey, Rewards] = defaultdict(Rewards)
+        self._recorded: dict[GroupKey, None] = {}  # the oldest first
         self.evaluations: defaultdict[int, Rewards] = defaultdict(Rewards)
 
     async def observe(self, rows: Sequence[RowInfo], batch: Batch) -> None:
@@ -134,7 +139,9 @@ class Recorder:
         self._folder.append("samples.jsonl", records)
 
     def _is_new(self, info: RowInfo) -> bool:
-        if info.batch is not None and info.batch < self._first_batch:
+        if info.batch is not None and (
+            info.batch < self._first_batch or info.key.group in self._recorded
+        ):
             return False
         return info.key not in self._rewards(info).seen
 
@@ -170,6 +177,9 @@ class Recorder:
         found = Rewards()
         for group in groups:
             found.add(self.groups.pop(group))
+            self._recorded[group] = None
+        while len(self._recorded) > _REMEMBERED:
+            del self._recorded[next(iter(self._recorded))]
         return found
 
     def forget(self, group: GroupKey) -> int:

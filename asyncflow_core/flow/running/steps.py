@@ -108,8 +108,7 @@ class Steps:
         self._started = self._step_ended - self._totals.wall_s
         self._totals.begun = True
         self._busy_before = (await parts.replicas.totals()).busy_s
-        group.create_task(parts.supply.admit())
-        group.create_task(parts.supply.watch_drops())
+        group.create_task(parts.supply.run())
         step = min(first + 1, steps)
         parts.waits.begin(f"step {step}", self._waiting, step=step)
         began = time.perf_counter()

@@ -21,6 +21,7 @@ from asyncflow_core.flow.running.policies.over_sampling import BIASED, STRAGGLER
 from asyncflow_core.flow.running.policies.ready_first import TOO_STALE, ReadyAdmission
 from asyncflow_core.flow.running.prompt_source import PromptSource
 from asyncflow_core.flow.running.room import check_room, row_bytes
+from asyncflow_core.flow.working.worker import first_failure
 from asyncflow_core.parts import PromptRecord, Prompts
 from asyncflow_core.services.data_store import DataStore, DroppedGroup
 
@@ -50,8 +51,7 @@ _SAID_IN_A_ROW = 3
 class Supply:
     """Feeds the store.
 
-    Concurrency: `admit` and `watch_drops` are a task each, begun in this order: what a resumed run
-    drops early is of a batch that is admitted by then. Prompts are made on a thread: a plugin may
+    Concurrency: `run` is one task beside the others. Prompts are made on a thread: a plugin may
     take its time, and the event loop serves every process.
     """
 
@@ -118,7 +118,7 @@ class Supply:
         """Records written down in this life."""
 
     async def bring_back(self, life: int, dropped: int = 0) -> None:
-        """Before `admit`, in a later life: find the prompts of batches that are not trained.
+        """Before `run`, in a later life: find the prompts of batches that are not trained.
 
         Groups that a store kept are put again under their own keys, which changes nothing.
 
@@ -204,8 +204,18 @@ class Supply:
         await self._put(self.source.columns(records), keys, samples, None, "eval")
         self.rows_evaluated += len(records) * samples
 
-    async def admit(self) -> None:
-        """Put training groups as soon as they may start, until cancelled."""
+    async def run(self) -> None:
+        """Put training groups as soon as they may start, replace dropped ones, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                # In this order: what a resumed run drops early is of a batch admitted by then.
+                group.create_task(self._admit())
+                group.create_task(self._watch_drops())
+        except BaseExceptionGroup as failures:
+            failure = first_failure(failures)
+            raise failure from failure.__cause__
+
+    async def _admit(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -293,8 +303,7 @@ class Supply:
         )
         return result.known
 
-    async def watch_drops(self) -> None:
-        """Replace dropped groups of training, until cancelled."""
+    async def _watch_drops(self) -> None:
         while True:
             stats = await self._store.stats(drops_after=self._drops_seen, wait_s=30.0)
             for dropped in stats.dropped_groups:

@@ -22,58 +22,16 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from asyncflow_core.errors import InvariantError
+from asyncflow_core.flow.weights.instructions import (
+    Commit,
+    Compare,
+    Fail,
+    Instruction,
+    Retire,
+    Stage,
+)
 
-__all__ = ["Commit", "Compare", "Fail", "Instruction", "Retire", "Stage", "WeightProtocol"]
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Let a replica take in a version beside the one that serves; its report cites `call`."""
-
-    replica: str
-    version: int
-    call: int
-    life: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Let a replica serve the version it has confirmed; its report cites `call`."""
-
-    replica: str
-    version: int
-    call: int
-    life: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Compare:
-    """Compare what a replica serves with what was published, bit for bit."""
-
-    replica: str
-    version: int
-    call: int
-    life: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """Nobody will fetch a version again."""
-
-    version: int
-    life: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """A replica cannot be brought to a version."""
-
-    replica: str
-    version: int
-    reason: str
-
-
-Instruction = Stage | Commit | Compare | Retire | Fail
+__all__ = ["WeightProtocol"]
 
 
 class _Weights(NamedTuple):
@@ -146,6 +104,8 @@ class WeightProtocol:
                 comes = self._comes(r.target)
                 left = "which still comes" if comes else f"{r.deadline - now:.0f} s left"
                 lines.append(f"{name} is {r.phase} version {r.target.version}, {left}")
+            elif self._withdrawn and r.phase is _Phase.IDLE and r.serving != self._newest:
+                lines.append(f"{name} waits for the next version: the transport holds one")
         return lines
 
     def settled(self) -> bool:
@@ -253,15 +213,18 @@ class WeightProtocol:
         if state.checksum != published:
             state.phase = _Phase.STAGING
             reason = f"checksum {state.checksum} is not the published {published}"
-            return self.failed(replica, state.call, reason, now)
+            return self._failed(replica, state, reason, now)
         self._ask(state, _Phase.COMMITTING, now + self.commit_timeout_s)
         return [Commit(replica, state.target.version, state.call, state.target.life)]
 
     def failed(self, replica: str, call: int, reason: str, now: float) -> list[Instruction]:
         """What a replica was asked to do failed; what served serves on."""
         state = self._awaited(replica, call, *_ASKED)
-        if state is None:
-            return []
+        return [] if state is None else self._failed(replica, state, reason, now)
+
+    def _failed(
+        self, replica: str, state: _Replica, reason: str, now: float, *, final: bool = False
+    ) -> list[Instruction]:
         self.failures += 1
         if state.phase is _Phase.STAGING and self._unknown(state.target):
             state.attempt -= 1  # the trainer's side may have failed: it does not count
@@ -270,7 +233,7 @@ class WeightProtocol:
             state.phase = _Phase.IDLE
             return list(self._proceed(replica, now)) + list(self._retire())
         state.phase = _Phase.FAILED
-        return [Fail(replica, state.target.version, reason), *self._retire()]
+        return [Fail(replica, state.target.version, reason, final), *self._retire()]
 
     def committed(self, replica: str, call: int, now: float) -> list[Instruction]:
         """A replica serves what it was told to."""
@@ -293,7 +256,7 @@ class WeightProtocol:
         if state is None:
             return []
         if difference:
-            return self.failed(replica, call, difference, now)
+            return self._failed(replica, state, difference, now, final=True)
         state.phase = _Phase.IDLE
         return list(self._proceed(replica, now)) + list(self._retire())
 
@@ -307,7 +270,7 @@ class WeightProtocol:
                     self.attempts + 1
                 )  # a replica that does not answer is not asked again
                 reason = f"no answer while {state.phase}, its deadline passed"
-                found.extend(self.failed(name, state.call, reason, now))
+                found.extend(self._failed(name, state, reason, now))
         return found
 
     def _awaited(self, replica: str, call: int, *phases: _Phase) -> _Replica | None:

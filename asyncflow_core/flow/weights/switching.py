@@ -11,15 +11,15 @@ from typing import Any
 from asyncflow_core.config import WeightSyncConfig
 from asyncflow_core.errors import AsyncFlowError, PeerLostError, ServiceError
 from asyncflow_core.flow.processes.control import RolloutControl, TrainerControl
-from asyncflow_core.flow.weights.protocol import (
+from asyncflow_core.flow.weights.instructions import (
     Commit,
     Compare,
     Fail,
     Instruction,
     Retire,
     Stage,
-    WeightProtocol,
 )
+from asyncflow_core.flow.weights.protocol import WeightProtocol
 from asyncflow_core.services.rollout import SwitchMode
 from asyncflow_core.services.weight_sync import PublishedWeights
 
@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 class Switching:
     """Brings published weights to all replicas.
+
+    One that served a version of this run before and cannot be brought to another is ended, to come
+    back and catch up. One that never did, or serves what was not published, ends the run.
 
     Concurrency: replicas are switched side by side; a failure ends the task group it was given.
     """
@@ -44,12 +47,23 @@ class Switching:
         clock: Callable[[], float] = time.monotonic,
         *,
         concurrent_versions: int = 2,
+        end: Callable[[str, str], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """Take connected processes, the task group of the run, its limits, its time.
+        """Take connected processes.
 
-        `concurrent_versions` is how many the transport holds at once.
+        Args:
+            replicas: by name.
+            trainer: publishes.
+            mode: when weights that are there begin to serve.
+            group: the run's; calls are tasks of it.
+            config: limits.
+            clock: the run's time.
+            concurrent_versions: how many the transport holds at once.
+            end: ends a replica by name, for a reason; None: every failure ends the run.
         """
         self._clock = clock
+        self._end = end
+        self._served: set[str] = set()
         self._one_at_a_time = concurrent_versions == 1
         self._replicas = dict(replicas)
         self._trainer = trainer
@@ -158,8 +172,12 @@ class Switching:
                 case Retire(version, life):
                     self._published.pop((life, version), None)
                     self._spawn(self._trainer.retire(version, life))
-                case Fail(replica, version, reason):
-                    self._spawn(_fail(replica, version, reason))
+                case Fail(replica, version, reason, final):
+                    words = f"{replica} cannot be brought to weights version {version}: {reason}"
+                    if self._end is None or final or replica not in self._served:
+                        self._spawn(_raise(ServiceError(words, service=replica)))
+                    else:
+                        self._spawn(self._end(replica, words))
         if self._protocol.settled():
             self._settled.set()
 
@@ -191,6 +209,7 @@ class Switching:
             self._failed(replica, call, error)
             return
         self.commit_s = time.perf_counter() - start
+        self._served.add(replica)
         self._carry_out(self._protocol.committed(replica, call, self._clock()))
 
     async def _compare(
@@ -214,7 +233,5 @@ class Switching:
         self._carry_out(self._protocol.failed(replica, call, str(error), self._clock()))
 
 
-async def _fail(replica: str, version: int, reason: str) -> None:
-    raise ServiceError(
-        f"{replica} cannot be brought to weights version {version}: {reason}", service=replica
-    )
+async def _raise(error: ServiceError) -> None:
+    raise error

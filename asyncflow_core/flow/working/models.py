@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow_core.batch import Batch, Key
-from asyncflow_core.errors import DataError
+from asyncflow_core.errors import DataError, InvariantError
 from asyncflow_core.flow.working.fanout import Ranks
 from asyncflow_core.flow.working.work import sampling_seed
 from asyncflow_core.flow.working.worker import Part, Work
@@ -85,6 +85,12 @@ class StageModel:
             for key, ids in zip(keys, prompts, strict=True)
         ]
         found = asyncio.run_coroutine_threadsafe(self._collect(requests), self._loop).result()
+        if found.keys() != set(keys):
+            raise InvariantError(
+                f"the model answered {len(found.keys() & set(keys))} of {len(keys)} requests and "
+                f"{len(found.keys() - set(keys))} that were not made; generate() yields one "
+                f"completion for each"
+            )
         return [found[key].response_ids for key in keys]
 
     async def _collect(self, requests: Sequence[GenerateRequest]) -> dict[Key, Completion]:

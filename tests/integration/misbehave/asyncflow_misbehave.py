@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 
-from asyncflow_core.errors import DataError
+from asyncflow_core.errors import DataError, EngineError
 from asyncflow_core.hookspecs import hookimpl
 from asyncflow_core.parts import StageContract
 from asyncflow_core.reference.tabular_rollout import (
@@ -24,6 +24,7 @@ from asyncflow_core.reference.tabular_trainer import (
 class RolloutOptions(TabularRolloutOptions):
     at_open: str = ""
     at_generate: str = ""
+    refuses_from: int = 0
     slow: str = ""
 
 
@@ -55,6 +56,8 @@ def start_children():
 
 
 class Misbehaving(TabularRollout):
+    _refuses = False
+
     async def open(self):
         await misbehave(self._options.at_open)
         await super().open()
@@ -69,6 +72,13 @@ class Misbehaving(TabularRollout):
             await asyncio.sleep(0.5)
         async for completion in super().generate(requests):
             yield completion
+
+    async def stage_weights(self, source):
+        after = self._options.refuses_from
+        if after and source.manifest.version >= after and (self._refuses or self._first()):
+            self._refuses = True
+            raise EngineError("there is no memory for a second set of weights")
+        return await super().stage_weights(source)
 
     def _first(self):
         try:

@@ -1,7 +1,7 @@
 """The default order: the step at version v trains the groups of batch v and waits for all. Pure.
 
-Who may start when is `flow.admission`; the data store hands the trainer rows of its batch alone. So
-nothing is ever too old, and a row that is shows a bug.
+Who may start when is `flow.running.admission`; the data store hands the trainer rows of its batch
+alone. So nothing is ever too old, and a row that is shows a bug.
 """
 
 from __future__ import annotations
