@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow_core.config import RunConfig
 from asyncflow_core.errors import DataError
 from asyncflow_core.flow.running.status import (
     Bottleneck,
@@ -15,6 +16,8 @@ from asyncflow_core.flow.running.status import (
     WorkerStatus,
     bottleneck,
 )
+from asyncflow_core.flow.running.totals import Totals
+from asyncflow_core.flow.running.watching import Watching
 from asyncflow_core.flow.working.busy import Busy
 from asyncflow_core.services.data_store import StoreStats, TaskStats
 
@@ -183,3 +186,18 @@ def test_status_json_comes_back_equal():
 def test_status_of_another_release_is_refused():
     with pytest.raises(DataError, match="not the status of a run as this release"):
         Status.from_json(b'{"run": "r"}')
+
+
+def test_status_is_of_one_moment(tmp_path):
+    config = RunConfig(
+        **{section: {"plugin": "any"} for section in ("prompts", "rollout", "trainer", "loss")},
+        stages={},
+        workflow={"steps": 1, "groups_per_step": 1, "group_size": 2},
+    )
+    totals = Totals()
+    watching = Watching(config, tmp_path, totals, {})
+    totals.staleness.add(1, {0: 16})
+    status = watching.status("running")
+    totals.staleness.add(2, {0: 8, 1: 8})  # while a thread writes the first
+    assert status.staleness == Staleness(0, {0: 16}, [(1, {0: 16})])
+    assert watching.status("running").staleness.rows == {0: 24, 1: 8}

@@ -94,9 +94,8 @@ class Staleness:
     last: list[tuple[int, dict[int, int]]] = field(default_factory=list)
 
     def add(self, version: int, rows: Mapping[int, int]) -> None:
-        """Count a completed step."""
-        for staleness, count in sorted(rows.items()):
-            self.rows[staleness] = self.rows.get(staleness, 0) + count
+        """Count a completed step; copies made before it stay as they are."""
+        self.rows = self.rows | {age: self.rows.get(age, 0) + rows[age] for age in sorted(rows)}
         self.last = [*self.last, (version, dict(sorted(rows.items())))][-_LAST_VERSIONS:]
 
 

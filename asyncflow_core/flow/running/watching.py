@@ -194,7 +194,7 @@ class Watching:
             scores=list(totals.scores.items()),
             workers=workers,
             store=self._store,
-            staleness=totals.staleness,
+            staleness=replace(totals.staleness),  # a thread writes it while the run goes on
             tokens=self.tokens(),
             waits=self._waits if live else [],
             bottleneck=bottleneck(workers, self._store, bound=flow.bound, preset=flow.preset),
