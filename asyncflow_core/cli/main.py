@@ -1,4 +1,4 @@
-"""`asyncflow run | doctor | plugins | serve | top | keys`."""
+"""`asyncflow init | doctor | run | top | report | plugins | serve | keys`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ __all__ = ["main"]
 @click.version_option(__version__, prog_name="asyncflow")
 def cli() -> None:
     """Async RL post-training whose core knows no engine."""
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(), default=".", metavar="[DIR]")
+@click.option("--model", metavar="PATH", help="A Hugging Face model directory to train.")
+def init(directory: str, model: str | None) -> None:
+    """Write a small job into DIR.
+
+    DIR is the current folder unless it is given. The job is a commented config.yaml, a reward.py
+    and a prompts.jsonl. It runs at once with asyncflow-core alone, and learns within seconds. With
+    --model it trains that model, by the trainer hzp and rollout on transformers. No file is
+    overwritten.
+    """
+    from asyncflow_core.cli.init import init as write
+
+    write(directory, model=model)
 
 
 @cli.command()
@@ -165,6 +181,22 @@ def top(run: str, once: bool, as_json: bool) -> None:
     from asyncflow_core.cli.top import top as show
 
     sys.exit(show(run, once=once, as_json=as_json))
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--out", metavar="FILE", help="Write it as one HTML file with curves, too.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable report.")
+def report(run: str, out: str | None, as_json: bool) -> None:
+    """Tell what happened in RUN.
+
+    RUN is its folder, or its name below runs/; it may be going on, finished or failed. Says what it
+    learned, where time went, what was stale, wasted or dropped, and shows some responses. Exit
+    status 1 tells that the run failed.
+    """
+    from asyncflow_core.cli.report.command import report as show
+
+    sys.exit(show(run, out=out, as_json=as_json))
 
 
 class _StartedError(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asyncflow_core import metrics
 from asyncflow_core.cli.output import forget_output
+from asyncflow_core.cli.words import clock
 from asyncflow_core.config import RunConfig
 from asyncflow_core.flow.running.results import StepResult, Summary
 
@@ -72,7 +73,7 @@ class Progress:
         left = elapsed / (step.version - self._first) * (step.steps - step.version)
         line = (
             f"step {step.version:>{len(str(step.steps))}}/{step.steps}  reward {self._reward:.3f}  "
-            f"{_clock(elapsed)} elapsed, {_clock(left)} left  "
+            f"{clock(elapsed)} elapsed, {clock(left)} left  "
             f"staleness {step.metrics[metrics.STALENESS_MEAN]:.2f} "
             f"(max {self._config.workflow.bound})  "
             f"{step.metrics[metrics.TOKENS_PER_S] / 1000:.1f}k tok/s"
@@ -111,9 +112,3 @@ class Progress:
             )
         elif self._config.evaluation is not None:
             self._print("held-out score: none, no held-out prompt was answered before and after")
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

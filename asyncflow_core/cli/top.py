@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncflow_core.cli.runs import find_run
+from asyncflow_core.cli.words import LIVE, WIDTH, clock, count, silence_s, wrapped
 from asyncflow_core.errors import DataError
 from asyncflow_core.flow.running.status import STATUS_FILE, Status, WorkerStatus
 
 __all__ = ["picture", "top"]
 
-_WIDTH = 79
 _BAR = 20
 _WAITS = 8
-_LATE = 3.0
-"""Periods without a new status after which a run that goes on is said to be silent."""
 
 
 def top(run: str, *, once: bool, as_json: bool) -> int:
@@ -47,7 +44,7 @@ def top(run: str, *, once: bool, as_json: bool) -> int:
             sys.stdout.flush()
         else:
             print("\n".join(lines))
-        if not refreshing or status.state not in ("starting", "running"):
+        if not refreshing or status.state not in LIVE:
             return int(status.state == "failed")
         time.sleep(status.every_s)
 
@@ -76,30 +73,29 @@ def _read(folder: Path) -> tuple[Status, dict[str, Any] | None]:
 def picture(status: Status, summary: Mapping[str, Any] | None, *, now: float) -> Iterator[str]:
     """The lines that are shown; `now` in seconds since 1970."""
     for line in _lines(status, summary, now):
-        yield line[:_WIDTH]
+        yield line[:WIDTH]
 
 
 def _lines(status: Status, summary: Mapping[str, Any] | None, now: float) -> Iterator[str]:
     yield (
         f"run {status.run}: {status.state}, {status.preset}, step {status.version}/{status.steps}"
-        f", {_clock(status.elapsed_s)}, process {status.pid} on {status.host}"
+        f", {clock(status.elapsed_s)}, process {status.pid} on {status.host}"
     )
-    age_s = now - status.time
-    if status.state in ("starting", "running") and age_s > _LATE * max(1.0, status.every_s):
-        yield f"!! last heard {_clock(age_s)} ago: the run's process is stopped or gone"
+    if age_s := silence_s(status, now):
+        yield f"!! last heard {clock(age_s)} ago: the run's process is stopped or gone"
     if status.error:
-        yield from _wrapped("!! ended by ", status.error.partition("\n")[0])
+        yield from wrapped("!! ended by ", status.error.partition("\n")[0])
         yield "   its logs stand in the run's folder, in logs/"
     reward = "" if status.reward is None else f"reward {status.reward:.3f}, "
     yield (
-        f"last step: {reward}{status.step_wall_s:.2f} s, {_count(status.tokens_per_s)} tokens/s "
+        f"last step: {reward}{status.step_wall_s:.2f} s, {count(status.tokens_per_s)} tokens/s "
         f"trained"
     )
     if status.scores:
         shown = ", ".join(f"v{version} {score:.3f}" for version, score in status.scores[-4:])
         yield f"held-out score by version: {shown}"
     if status.bottleneck.words:
-        yield from _wrapped("bottleneck: ", status.bottleneck.words)
+        yield from wrapped("bottleneck: ", status.bottleneck.words)
         for knob in status.bottleneck.knobs:
             yield f"  try {knob}"
     yield ""
@@ -111,7 +107,7 @@ def _lines(status: Status, summary: Mapping[str, Any] | None, now: float) -> Ite
         yield ""
         yield "who waits for whom"
         for line in status.waits[:_WAITS]:
-            yield from _wrapped("  ", line)
+            yield from wrapped("  ", line)
         if len(status.waits) > _WAITS:
             yield f"  and {len(status.waits) - _WAITS} more"
     if summary is not None:
@@ -160,7 +156,7 @@ def _queues(status: Status) -> Iterator[str]:
     yield line
     if store.rows_dropped:
         dropped = ", ".join(f"{reason} {rows}" for reason, rows in store.rows_dropped.items())
-        yield from _wrapped("rows dropped: ", dropped)
+        yield from wrapped("rows dropped: ", dropped)
 
 
 def _staleness(status: Status) -> Iterator[str]:
@@ -187,28 +183,10 @@ def _tokens(status: Status) -> Iterator[str]:
         return
     yield ""
     yield (
-        f"tokens: {_count(tokens.generated)} generated, {_count(tokens.trained)} trained"
-        f", {_count(tokens.evaluated)} evaluated, {_count(tokens.kept)} kept over a switch"
+        f"tokens: {count(tokens.generated)} generated, {count(tokens.trained)} trained"
+        f", {count(tokens.evaluated)} evaluated, {count(tokens.kept)} kept over a switch"
     )
     if tokens.wasted:
-        wasted = ", ".join(f"{cause} {_count(count)}" for cause, count in tokens.wasted.items())
+        wasted = ", ".join(f"{cause} {count(number)}" for cause, number in tokens.wasted.items())
         share = sum(tokens.wasted.values()) / tokens.generated
-        yield from _wrapped(f"wasted ({share:.1%}): ", wasted)
-
-
-def _wrapped(head: str, text: str) -> Iterator[str]:
-    indent = " " * min(len(head), 4)
-    yield from textwrap.wrap(head + text, _WIDTH, subsequent_indent=indent)
-
-
-def _count(number: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / (1e3 if unit == 'k' else size):.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        yield from wrapped(f"wasted ({share:.1%}): ", wasted)

@@ -1,0 +1,1 @@
+"""`asyncflow report`: what happened in a run, from what it left."""
