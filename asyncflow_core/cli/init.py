@@ -16,7 +16,7 @@ from asyncflow_core.errors import ConfigError
 
 __all__ = ["init", "job"]
 
-_JOBS = files("asyncflow_core.cli.jobs")
+_JOBS = files("asyncflow_core.cli._jobs")
 _WORDS, _SUMS = 400, 600
 _LETTERS = string.ascii_lowercase
 
@@ -89,17 +89,15 @@ def _write(folder: Path, texts: Mapping[str, str]) -> None:
             f"{'is' if len(there) == 1 else 'are'} in the way and nothing is overwritten; name "
             f"another folder, as in `asyncflow init my-job`, or move them"
         )
-    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                written.append(folder / name)
-                file.write(text)
+        with contextlib.ExitStack() as undo:
+            for name, text in texts.items():
+                with (folder / name).open("x", encoding="utf-8") as file:
+                    undo.callback((folder / name).unlink, missing_ok=True)
+                    file.write(text)
+            undo.pop_all()
     except OSError as error:
-        for path in written:
-            with contextlib.suppress(OSError):
-                path.unlink()
         raise ConfigError(
             f"init: {str(error.filename or folder)!r} cannot be written: {error.strerror}; name "
             f"another folder"

@@ -134,7 +134,9 @@ class _Frame:
     @classmethod
     def around(cls, values: Sequence[float], versions: Sequence[int]) -> _Frame:
         low, high = min(values), max(values)
-        room = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
+        scale = max(abs(low), abs(high))  # what differs by rounding alone is one height
+        room = max(0.05 * (high - low), 1e-6 * scale) if high > low else 0.1 * scale
+        room = room or 1.0
         # Nothing below 0 is hinted at where nothing is.
         return cls(low if low == 0 else low - room, high + room, min(versions), max(versions))
 
@@ -154,7 +156,7 @@ class _Frame:
             y = self.y(value)
             parts.append(
                 f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-                f'<text x="{_LEFT - 4}" y="{y + 3:.1f}" text-anchor="end">{value:.4g}</text>'
+                f'<text x="{_LEFT - 4}" y="{y + 3:.1f}" text-anchor="end">{_short(value)}</text>'
             )
         if versions is None:
             found = [tick for tick in ticks(self.first, self.last, 6) if tick == int(tick)]
@@ -165,6 +167,13 @@ class _Frame:
             for version in versions
         ]
         return "".join(parts)
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / (1e3 if unit == 'k' else size):g}{unit}"
+    return f"{value:.4g}"
 
 
 def _places(found: Sequence[Curve]) -> int:

@@ -11,7 +11,15 @@ from asyncflow_core import __version__, metrics
 from asyncflow_core.cli.report.charts import Curve, bars, curves, stack
 from asyncflow_core.cli.report.reading import RunFiles
 from asyncflow_core.cli.report.record import Report, Sample
-from asyncflow_core.cli.report.text import about, over, seconds, shown_scores, state_of, total_of
+from asyncflow_core.cli.report.text import (
+    about,
+    over,
+    seconds,
+    shown_scores,
+    silence_of,
+    state_of,
+    total_of,
+)
 from asyncflow_core.cli.report.times import column
 from asyncflow_core.cli.words import count, printable
 from asyncflow_core.config_source import dump_yaml
@@ -46,7 +54,7 @@ svg text{font-size:10px;fill:var(--faint)}.grid{stroke:var(--line);fill:none}
 .hover:hover{fill:var(--faint);fill-opacity:.2}.line{fill:none;stroke:var(--c);stroke-width:1.6}
 .area{fill:var(--c)}.band{fill:var(--c);fill-opacity:.15}.key{background:var(--c)}
 .c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}
-table{border-collapse:collapse}td,th{text-align:left;padding:.15rem 1rem .15rem 0;
+table{border-collapse:collapse;margin:0 0 .8rem}td,th{text-align:left;padding:.15rem 1rem .15rem 0;
 vertical-align:top}th{font-weight:500;color:var(--faint);white-space:nowrap}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:color-mix(in srgb,var(--ink) 6%,
@@ -90,6 +98,8 @@ def _section(title: str, parts: Iterator[str]) -> str:
 
 
 def _first(report: Report) -> Iterator[str]:
+    if report.silent_s:
+        yield f'<p class="bad">{_text(silence_of(report))}</p>\n'
     if report.error:
         yield f'<p class="bad">ended by {_text(report.error)}</p>\n'
         yield f"<p>Logs in its folder: {_text(', '.join(report.logs) or 'none')}</p>\n"
@@ -107,7 +117,7 @@ def _learning(report: Report, files: RunFiles) -> Iterator[str]:
             rows.append(
                 (
                     f"mean of {reward.steps} steps",
-                    f"{reward.begin:.3f} at the begin, {reward.end:.3f} at the end "
+                    f"{reward.begin:.3f} -> {reward.end:.3f} "
                     f"(+- {reward.error:.3f}): it {reward.word}",
                 )
             )
@@ -151,9 +161,10 @@ def _times(report: Report, files: RunFiles) -> Iterator[str]:
     if times.workers:
         yield f'<p class="faint">Busy: {_text(over(report))}.</p><table>'
         for worker in times.workers:
+            width_rem = 8 * min(1.0, max(0.0, worker.busy))
             yield (
                 f'<tr><th>{_text(worker.name)}</th><td class="n">{worker.busy:.0%}</td>'
-                f'<td><span class="bar" style="width:{8 * worker.busy:.2f}rem"></span></td>'
+                f'<td><span class="bar" style="width:{width_rem:.2f}rem"></span></td>'
                 f'<td class="n">{worker.rows} rows</td></tr>'
             )
         yield "</table>\n"

@@ -6,6 +6,7 @@ cannot be read is left out and said; nothing of it ends the report.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ _SUMMARY = TypeAdapter(Summary)
 _BROKEN = (*DAMAGED, RecursionError, OverflowError)
 
 _Record = TypeVar("_Record")
+_Whole = TypeVar("_Whole", Status, Summary)
 
 
 @dataclass(slots=True)
@@ -76,6 +78,8 @@ def read_run(folder: Path) -> RunFiles:
         files.config = ConfigSource.from_file(folder / "config.yaml").build()
     except ConfigError as error:
         files.notes.append(f"config.yaml cannot be read: {error.faults[0]}")
+    except RecursionError:  # brackets within brackets
+        files.notes.append("config.yaml cannot be read: it is nested too deeply")
     files.status = _whole(files, STATUS_FILE, Status.from_json, needed=True)
     files.summary = _whole(files, "summary.json", _SUMMARY.validate_json, needed=False)
     for version, life, figures, lacking in _records(files, "metrics.jsonl", _step):
@@ -95,11 +99,12 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _whole(
-    files: RunFiles, name: str, parse: Callable[[bytes], _Record], *, needed: bool
-) -> _Record | None:
+    files: RunFiles, name: str, parse: Callable[[bytes], _Whole], *, needed: bool
+) -> _Whole | None:
     """A file that is written whole or not at all."""
     try:
-        return parse((files.folder / name).read_bytes())
+        found = parse((files.folder / name).read_bytes())
+        _check(dataclasses.asdict(found))
     except FileNotFoundError:
         if needed:
             files.notes.append(f"{name} is not there: what only it tells is left out")
@@ -109,7 +114,20 @@ def _whole(
         files.notes.append(f"{name} cannot be read: {error.errors()[0]['msg']}")
     except DataError as error:
         files.notes.append(f"{name} cannot be read: {error}")
+    else:
+        return found
     return None
+
+
+def _check(value: Any) -> None:
+    """Refuse numbers that nothing counts up to, which arithmetic could not bear."""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check(item)
+    elif isinstance(value, int | float) and not abs(value) < _LARGEST:
+        raise DataError(f"{value:.3g} is no figure of a run")
 
 
 def _records(

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping
 from asyncflow_core.cli.report.record import Report, Sample, Spent
 from asyncflow_core.cli.words import WIDTH, clock, count, printable, wrapped
 
-__all__ = ["about", "lines", "over", "seconds", "shown_scores", "state_of", "total_of"]
+__all__ = [
+    "about",
+    "lines",
+    "over",
+    "seconds",
+    "shown_scores",
+    "silence_of",
+    "state_of",
+    "total_of",
+]
 
 _BAR = 20
 _SCORES = 8
@@ -18,18 +27,20 @@ _SAMPLE = 200
 def lines(report: Report) -> Iterator[str]:
     """What is printed."""
     for line in _lines(report):
-        yield line[:WIDTH]
+        yield printable(line)[:WIDTH]
 
 
 def _lines(report: Report) -> Iterator[str]:
     yield from wrapped("", f"run {report.run}: {state_of(report)}")
+    if report.silent_s:
+        yield f"!! {silence_of(report)}"
     if report.error:
-        yield from wrapped("!! ended by ", printable(report.error.partition("\n")[0]))
+        yield from wrapped("!! ended by ", report.error.partition("\n")[0])
         yield from wrapped("   ", f"logs: {report.folder}/logs/ ({', '.join(report.logs)})")
     for warning in report.warnings:
-        yield from wrapped("! ", printable(warning))
+        yield from wrapped("! ", warning)
     for note in report.notes:
-        yield from wrapped("not read: ", printable(note))
+        yield from wrapped("not read: ", note)
     for part in (_learning, _times, _staleness, _rows, _weights, _samples):
         found = list(part(report))
         if found:
@@ -39,19 +50,18 @@ def _lines(report: Report) -> Iterator[str]:
 
 def state_of(report: Report) -> str:
     """How far the run came, in words."""
-    words = [report.state]
-    if report.silent_s:
-        words = [
-            f"was {report.state} when it was last heard, {clock(report.silent_s)} ago: its "
-            f"process is stopped or gone"
-        ]
-    words += [report.preset] if report.preset else []
+    words = [report.state, report.preset] if report.preset else [report.state]
     words.append(f"{report.version} of {report.steps} steps")
     if report.times.total_s:
         words[-1] += f" in {clock(report.times.total_s)}"
     if report.life:
         words.append(f"resumed {report.life} times")
     return ", ".join(words)
+
+
+def silence_of(report: Report) -> str:
+    """What a run that should go on and is silent is said to be."""
+    return f"last heard {clock(report.silent_s)} ago: the run's process is stopped or gone"
 
 
 def _learning(report: Report) -> Iterator[str]:
@@ -67,7 +77,7 @@ def _learning(report: Report) -> Iterator[str]:
     if learning.scores:
         yield from wrapped("held-out score by version: ", shown_scores(report))
     for cause, rows in learning.causes.items():
-        yield from wrapped(f"  {rows} rewards failed: ", printable(cause))
+        yield from wrapped(f"  {rows} rewards failed: ", cause)
 
 
 def shown_scores(report: Report) -> str:
@@ -93,14 +103,18 @@ def _times(report: Report) -> Iterator[str]:
     if times.workers:
         yield f"busy ({over(report)})"
         for worker in times.workers:
-            bar = "#" * round(worker.busy * _BAR)
             yield (
-                f"  {worker.name:<18.18} {worker.busy:>5.0%}  {bar:.<{_BAR}} {worker.rows:>9} rows"
+                f"  {worker.name:<18.18} {worker.busy:>5.0%}  {_bar(worker.busy):.<{_BAR}} "
+                f"{worker.rows:>9} rows"
             )
     if times.bottleneck.words:
         yield from wrapped("bottleneck: ", times.bottleneck.words)
         for knob in times.bottleneck.knobs:
             yield f"  try {knob}"
+
+
+def _bar(share: float) -> str:
+    return "#" * round(_BAR * min(1.0, max(0.0, share)))
 
 
 def over(report: Report) -> str:
@@ -129,9 +143,8 @@ def _staleness(report: Report) -> Iterator[str]:
     )
     total = sum(ages.rows.values())
     for versions, rows in ages.rows.items():
-        yield (
-            f"  {versions:>4} {rows:>9} {rows / total:>4.0%}  {'#' * round(_BAR * rows / total)}"
-        )
+        share = rows / total if total else 0.0
+        yield f"  {versions:>4} {rows:>9} {share:>4.0%}  {_bar(share)}".rstrip()
 
 
 def _rows(report: Report) -> Iterator[str]:
@@ -176,7 +189,7 @@ def _samples(report: Report) -> Iterator[str]:
     if not samples.complete and samples.chosen:
         yield f"of the last {samples.read} rows of samples.jsonl:"
     for why, sample in samples.chosen.items():
-        yield f"{why}: {about(sample)}"
+        yield from wrapped(f"{why}: ", about(sample))
         yield from wrapped("  prompt   ", _short(sample.prompt))
         yield from wrapped("  response ", _short(sample.response))
 
