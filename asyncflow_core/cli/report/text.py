@@ -36,7 +36,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"!! {silence_of(report)}"
     if report.error:
         yield from wrapped("!! ended by ", report.error.partition("\n")[0])
-        yield from wrapped("   ", f"logs: {report.folder}/logs/ ({', '.join(report.logs)})")
+        if report.logs:
+            yield from wrapped("   logs: ", f"{report.folder}/logs/ ({', '.join(report.logs)})")
     for warning in report.warnings:
         yield from wrapped("! ", warning)
     for note in report.notes:
@@ -67,13 +68,13 @@ def silence_of(report: Report) -> str:
 def _learning(report: Report) -> Iterator[str]:
     learning, reward = report.learning, report.learning.reward
     if reward is not None:
-        line = f"reward: {reward.first:.3f} in the first step, {reward.last:.3f} in the last"
+        line = f"{reward.first:.3f} in the first step, {reward.last:.3f} in the last"
         if reward.error is not None:
             line += (
                 f"; mean of {reward.steps} steps {reward.begin:.3f} -> {reward.end:.3f} "
                 f"(+- {reward.error:.3f}): it {reward.word}"
             )
-        yield from wrapped("", line)
+        yield from wrapped("reward: ", line)
     if learning.scores:
         yield from wrapped("held-out score by version: ", shown_scores(report))
     for cause, rows in learning.causes.items():
