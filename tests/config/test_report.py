@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import statistics
 from pathlib import Path
@@ -215,8 +216,6 @@ def test_report_text_has_the_answers(run, command):
 
 @pytest.mark.parametrize("after_s", [1.0, 60.0])
 def test_bottleneck_is_a_stage_only_where_the_last_seconds_were_training(run, found, after_s):
-    import os
-
     folder = run()
     written = STATUS.time - after_s
     os.utime(folder / "metrics.jsonl", (written, written))
@@ -231,6 +230,11 @@ def test_report_of_a_run_that_goes_on_and_of_one_that_was_killed(run, command):
     status, out, _ = command("report", "mine")
     assert status == 0
     assert re.search("!! last heard [0-9:]+ ago: the run's process is stopped or gone", out)
+
+
+def test_report_of_a_resumed_run_says_which_time_its_seconds_are_of(run, command):
+    run(steps=[step(1), step(2, life=3)])
+    assert "20 of 20 steps, resumed 3x, the last life in 1:01\n" in command("report", "mine")[1]
 
 
 def test_report_of_a_failed_run_has_status_1_and_says_why(run, command):
@@ -261,6 +265,20 @@ def test_report_of_a_run_that_left_next_to_nothing(run, command):
     assert "run mine: unknown, 0 of 0 steps" in out
     assert "status.json is not there" in out
     assert "config.yaml cannot be read" in out
+
+
+def test_staleness_without_a_known_bound_accuses_nobody(run, command, found):
+    (run(status=None, summary=None) / "config.yaml").unlink()
+    assert found()["staleness"]["bound"] is None
+    assert found()["warnings"] == []
+    status, out, _ = command("report", "mine", "--out", "r.html")
+    assert status == 0
+    assert "mean 0.75, max 1, bound not known" in out
+
+
+def test_staleness_above_its_bound_is_told(run, found):
+    run(steps=[step(1, **{"staleness/max": 3.0})])
+    assert any("staleness 3 was trained, above the bound of 2" in w for w in found()["warnings"])
 
 
 def test_damaged_lines_are_named_and_the_others_are_read(run, command, found):

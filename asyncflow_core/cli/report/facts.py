@@ -140,7 +140,7 @@ def _scores(files: RunFiles) -> list[Score]:
 def _ages(files: RunFiles) -> Ages:
     """The histogram from the status, else the summary; without both, what the steps tell."""
     status, summary, steps = files.status, files.summary, files.steps
-    bound = files.config.workflow.bound if files.config else 0
+    bound = files.config.workflow.bound if files.config else None
     rows: dict[int, int] = {}
     if status is not None:
         bound, rows = status.staleness.bound, status.staleness.rows
@@ -223,7 +223,7 @@ def _warnings(report: Report, files: RunFiles) -> Iterator[str]:
     learning, ages, weights = report.learning, report.staleness, report.weights
     if not files.steps:
         yield "no step was recorded"
-    if ages.largest > ages.bound:
+    if ages.bound is not None and ages.largest > ages.bound:
         yield (
             f"a row of staleness {ages.largest} was trained, above the bound of {ages.bound}: "
             f"this must not happen, please report it"

@@ -13,6 +13,7 @@ from asyncflow_core.cli.report.reading import RunFiles
 from asyncflow_core.cli.report.record import Report, Sample
 from asyncflow_core.cli.report.text import (
     about,
+    bound_of,
     over,
     seconds,
     shown_scores,
@@ -201,7 +202,8 @@ def _staleness(report: Report, files: RunFiles) -> Iterator[str]:
     yield _table(
         [
             ("mean", f"{ages.mean:.2f} versions"),
-            ("largest", f"{ages.largest} of {ages.bound} versions, {ages.updates} updates"),
+            ("largest", f"{ages.largest} versions, {ages.updates} updates"),
+            ("bound", bound_of(report)),
         ]
     )
     yield _charts(
@@ -211,7 +213,7 @@ def _staleness(report: Report, files: RunFiles) -> Iterator[str]:
                 Curve("mean", column(steps, metrics.STALENESS_MEAN)),
                 Curve("max", column(steps, metrics.STALENESS_MAX), merge=max),
             ],
-            line=float(ages.bound),
+            line=None if ages.bound is None else float(ages.bound),
             zero=True,
         ),
         bars("Trained rows by staleness", ages.rows),

@@ -126,11 +126,11 @@ class Ages:
     """Staleness of the trained rows.
 
     Attributes:
-        bound: most versions there may be. rows: versions to rows.
+        bound: most versions there may be, None where it is not known. rows: versions to rows.
         mean, largest: in versions. updates: the largest in optimizer updates.
     """
 
-    bound: int = 0
+    bound: int | None = None
     rows: dict[int, int] = field(default_factory=dict)
     mean: float = 0.0
     largest: int = 0

@@ -9,6 +9,7 @@ from asyncflow_core.cli.words import WIDTH, clock, count, printable, wrapped
 
 __all__ = [
     "about",
+    "bound_of",
     "lines",
     "over",
     "seconds",
@@ -53,10 +54,10 @@ def state_of(report: Report) -> str:
     """How far the run came, in words."""
     words = [report.state, report.preset] if report.preset else [report.state]
     words.append(f"{report.version} of {report.steps} steps")
+    if report.life:
+        words.append(f"resumed {report.life}x, the last life")
     if report.times.total_s:
         words[-1] += f" in {clock(report.times.total_s)}"
-    if report.life:
-        words.append(f"resumed {report.life} times")
     return ", ".join(words)
 
 
@@ -140,12 +141,17 @@ def _staleness(report: Report) -> Iterator[str]:
     updates = f", {ages.updates} updates" if ages.updates != ages.largest else ""
     yield (
         f"staleness of trained rows: mean {ages.mean:.2f}, max {ages.largest}{updates}, bound "
-        f"{ages.bound}"
+        f"{bound_of(report)}"
     )
     total = sum(ages.rows.values())
     for versions, rows in ages.rows.items():
         share = rows / total if total else 0.0
         yield f"  {versions:>4} {rows:>9} {share:>4.0%}  {_bar(share)}".rstrip()
+
+
+def bound_of(report: Report) -> str:
+    """The most versions there may be."""
+    return "not known" if report.staleness.bound is None else f"{report.staleness.bound}"
 
 
 def _rows(report: Report) -> Iterator[str]:
