@@ -98,8 +98,10 @@ class Progress:
             f"{summary.busy_trainer:.0%}"
         )
         if summary.reward_errors:
+            rows = summary.rows_trained + summary.rows_masked + summary.rows_evaluated
             self._print(
-                f"{summary.reward_errors} rewards failed and count 0; see reward_error in samples"
+                f"{summary.reward_errors} of {rows} rewards failed and count 0; see reward_error "
+                f"in samples.jsonl"
             )
         model = ", model/" if (folder / "model").exists() else ""
         self._print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})")
@@ -111,4 +113,4 @@ class Progress:
                 f"held-out {what}: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
             )
         elif self._config.evaluation is not None:
-            self._print("held-out score: none, no held-out prompt was answered before and after")
+            self._print("held-out score: none, no held-out prompt was rewarded before and after")

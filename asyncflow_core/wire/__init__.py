@@ -7,7 +7,7 @@
 from asyncflow_core.wire._calls import Method, Peer
 from asyncflow_core.wire._protocol import WIRE_VERSION
 from asyncflow_core.wire._socket import Heartbeat
-from asyncflow_core.wire.addresses import check_reach, is_local, split_key, with_key
+from asyncflow_core.wire.addresses import check_reach, is_ipv6, is_local, split_key, with_key
 from asyncflow_core.wire.blocking import BlockingClient
 from asyncflow_core.wire.client import DEFAULT_TIMEOUT, Client
 from asyncflow_core.wire.codec import Buffer, Encoder, decode, encode
@@ -33,6 +33,7 @@ __all__ = [
     "check_reach",
     "decode",
     "encode",
+    "is_ipv6",
     "is_local",
     "load_allowed",
     "remote",

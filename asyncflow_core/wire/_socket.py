@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.wire.addresses import listens
+from asyncflow_core.wire.addresses import is_ipv6, listens
 from asyncflow_core.wire.codec import Buffer
 from asyncflow_core.wire.limits import Limits
 
@@ -76,13 +76,18 @@ class Heartbeat:
 
 def new_socket(
     kind: int,
+    address: str,
     limits: Limits,
     heartbeat: Heartbeat,
     context: zmq.Context[zmq.Socket[bytes]] | None = None,
 ) -> zmq.Socket[bytes]:
-    """A socket with our options, of the process's context unless given; bind or connect it next."""
+    """A socket with our options, of the process's context unless given.
+
+    Bind it to `address`, or connect it there, next.
+    """
     sock: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
     sock.linger = LINGER_MS
+    sock.setsockopt(zmq.IPV6, int(is_ipv6(address)))
     sock.set_hwm(HWM)
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes, limits.header_bytes))
     sock.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat.interval_s * 1000))

@@ -12,7 +12,15 @@ from pathlib import Path
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.wire.keys import parse_key
 
-__all__ = ["check_path", "check_reach", "is_local", "listens", "split_key", "with_key"]
+__all__ = [
+    "check_path",
+    "check_reach",
+    "is_ipv6",
+    "is_local",
+    "listens",
+    "split_key",
+    "with_key",
+]
 
 _SUN_PATH_BYTES = 107
 _KEYS = "`asyncflow keys new FILE` makes a pair"
@@ -49,12 +57,24 @@ def is_local(address: str) -> bool:
     except ValueError:
         port = None
     if port is None:  # libzmq takes 65536 + n for n
-        raise ConfigError(f"the address {address!r} needs a port from 0 to 65535, or *: HOST:PORT")
+        raise ConfigError(
+            f"the address {address!r} needs a port from 0 to 65535, or *: HOST:PORT, with a HOST "
+            f"of IPv6 in brackets"
+        )
     host = parts.hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether an address names its host by IPv6, `tcp://[HOST]:PORT`.
+
+    A socket takes such an address only with libzmq's option IPV6, under which names resolve to
+    IPv6 first; so only a socket of such an address gets it.
+    """
+    return address.startswith("tcp://[")
 
 
 def check_reach(address: str, *, bind: bool, keys: bool) -> None:

@@ -94,7 +94,7 @@ class BlockingClient:
         link = self._link
         check_reach(link.address, bind=False, keys=link.keys is not None)
         check_path(link.where, bind=False)
-        self._sock = new_socket(zmq.DEALER, link.limits, link.heartbeat)
+        self._sock = new_socket(zmq.DEALER, link.where, link.limits, link.heartbeat)
         if link.keys is not None and link.server_key is not None:
             encrypt_client(self._sock, link.keys, link.server_key)
         self._monitor = self._sock.get_monitor_socket(WATCHED)

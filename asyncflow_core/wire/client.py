@@ -140,7 +140,7 @@ class Client:
         check_reach(link.address, bind=False, keys=link.keys is not None)
         check_path(link.where, bind=False)
         self._welcome = asyncio.get_running_loop().create_future()
-        sock = new_socket(zmq.DEALER, link.limits, link.heartbeat)
+        sock = new_socket(zmq.DEALER, link.where, link.limits, link.heartbeat)
         if link.keys is not None and link.server_key is not None:
             encrypt_client(sock, link.keys, link.server_key)
         self._socket = LoopSocket(sock, link.limits, self._on_message)

@@ -146,7 +146,7 @@ class Server:
             # Of its own: a context has one gate.
             self._context = zmq.Context()
             self._gate = Gate(self._context, self._allow | {self._keys.public})
-        sock = new_socket(zmq.ROUTER, self._limits, self._heartbeat, self._context)
+        sock = new_socket(zmq.ROUTER, self._address, self._limits, self._heartbeat, self._context)
         try:
             if self._keys is not None:
                 encrypt_server(sock, self._keys)

@@ -19,6 +19,11 @@ def raises(response: str) -> float:
     raise ValueError(f"cannot judge {response!r}")
 
 
+def raises_for_c(response: str, prompt: str) -> float:
+    """Raises for the prompt c."""
+    return raises(response) if prompt == "c" else next_letter(response, prompt)
+
+
 def centred(batch):
     """Rewards minus their group's mean, a value a token."""
     groups, rewards = group_index(batch), np.asarray(batch["reward"].array, np.float64)

@@ -35,6 +35,11 @@ def run_dirs():
     return [path for path in opened if path.startswith("/dev/shm/asyncflow-")]
 
 
+def write_prompts(path, letters):
+    path.write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in letters))
+    return path
+
+
 async def assert_all_gone():
     await eventually(lambda: not children() and not run_dirs(), timeout_s=5)
     await eventually(
@@ -141,27 +146,57 @@ def test_python_functions_run_in_threads_of_this_process(inline):
 
 
 def test_reward_that_raises_scores_0_and_is_counted_and_shown(inline, caplog):
-    flow = af.Flow(**inline(stages__reward={"function": "functions:raises", "kind": "reward"}))
+    reward = {"function": "functions:raises_for_c", "kind": "reward"}
+    flow = af.Flow(**inline(stages__reward=reward))
     steps = list(flow.run())
-    assert flow.summary.reward_errors == flow.summary.rows_trained == 64
-    assert steps[0].metrics["reward/errors"] == 16
-    assert steps[0].metrics["reward/mean"] == 0
     samples = [json.loads(s) for s in (flow.folder / "samples.jsonl").read_text().splitlines()]
-    assert all("ValueError: cannot judge" in sample["reward_error"] for sample in samples)
+    failed = [sample for sample in samples if "reward_error" in sample]
+    assert len(failed) == flow.summary.reward_errors > 0
+    assert all(sample["prompt"] == "c" and sample["reward"] == 0 for sample in failed)
+    assert sum(step.metrics["reward/errors"] for step in steps) == len(failed)
     assert [r.getMessage() for r in caplog.records if "cannot judge" in r.getMessage()] == [
-        f"a reward failed and counts 0: {samples[15]['reward_error']}"
+        f"a reward failed and counts 0: {failed[0]['reward_error']}"
     ]
 
 
-def test_reward_that_raises_is_counted_in_held_out_rows_too(inline, caplog):
+def test_step_whose_rewards_all_failed_ends_the_run_by_function_and_first_error(inline):
     reward = {"function": "functions:raises", "kind": "reward"}
-    held_out = {"evaluation": {"samples": 2}, "prompts__options__evaluation_share": 0.3}
-    flow = af.Flow(**inline(stages__reward=reward, **held_out))
+    flow = af.Flow(**inline(stages__reward=reward))
+    with pytest.raises(ServiceError) as caught:
+        list(flow.run())
+    first = json.loads((flow.folder / "samples.jsonl").read_text().splitlines()[0])
+    assert (
+        "all 16 rewards of step 1 failed, so it learned nothing; the first of stage 'reward' "
+        f"(functions:raises): {first['reward_error']}; mend it"
+    ) in str(caught.value)
+    assert caught.value.service == "reward"
+    assert json.loads((flow.folder / "status.json").read_text())["state"] == "failed"
+    assert not (flow.folder / "summary.json").exists()
+
+
+def test_rewards_that_all_fail_end_a_run_with_dynamic_sampling_by_their_error(inline):
+    reward = {"function": "functions:raises", "kind": "reward"}
+    flow = af.Flow(**inline(stages__reward=reward, workflow__dynamic_sampling=True))
+    with pytest.raises(ServiceError, match="the last: all rewards failed: ValueError: cannot ju"):
+        list(flow.run())
+
+
+def test_held_out_rewards_that_all_fail_are_counted_and_make_no_score(inline, tmp_path, caplog):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "c"}\n')
+    flow = af.Flow(
+        **inline(
+            stages__reward={"function": "functions:raises_for_c", "kind": "reward"},
+            evaluation={"samples": 2},
+            prompts__options__path=str(write_prompts(tmp_path / "others.jsonl", "abdefgh")),
+            prompts__options__evaluation_path=str(held_out),
+        )
+    )
     list(flow.run())
     summary = flow.summary
-    assert summary.rows_evaluated > 0
-    assert summary.reward_errors == summary.rows_trained + summary.rows_evaluated
-    assert "rewards of the evaluation of version 0 failed and count 0, the last: Val" in caplog.text
+    assert summary.reward_errors == summary.rows_evaluated == 4
+    assert (summary.eval_before, summary.eval_after, summary.eval_scores) == (None, None, {})
+    assert "rewards of the evaluation of version 0 failed and count 0, the first: V" in caplog.text
 
 
 def test_stage_that_returns_wrong_columns_ends_the_run_by_name(inline):

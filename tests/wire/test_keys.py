@@ -111,6 +111,8 @@ def test_text_is_a_key_or_refused(text: str) -> None:
         ("tcp://eth0:*", False),
         ("tcp://10.0.0.1:80", False),
         ("tcp://localhost.example.org:80", False),
+        ("tcp://[::]:80", False),
+        ("tcp://[fe80::1]:80", False),
     ],
 )
 def test_is_local_means_that_no_other_machine_gets_there(address: str, local: bool) -> None:
@@ -118,7 +120,7 @@ def test_is_local_means_that_no_other_machine_gets_there(address: str, local: bo
 
 
 @pytest.mark.parametrize(
-    "where", ["127.0.0.1:65536", "10.0.0.1:99999", "127.0.0.1", "[::1]", "h:x"]
+    "where", ["127.0.0.1:65536", "10.0.0.1:99999", "127.0.0.1", "[::1]", "::1:80", "h:x"]
 )
 def test_address_without_a_port_that_exists_is_refused(where: str) -> None:
     with pytest.raises(ConfigError, match=r"needs a port from 0 to 65535, or \*: HOST:PORT"):

@@ -98,7 +98,7 @@ class Tasks:
             else:
                 tasks.append(proximal_task())
         if flow.dynamic_sampling:
-            tasks.append(filter_task())
+            tasks.append(filter_task(errors="reward_error" in _written(tasks)))
             reads[KEPT] = None
         order = Order.STEP if flow.order == "batches" else Order.ADMITTED
         return [*tasks, TaskSpec("train", tuple(reads), (), True, ("train",), order)]

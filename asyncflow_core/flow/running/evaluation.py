@@ -152,8 +152,8 @@ class Evaluations:
             )
         if rewards.errors:
             _log.warning(
-                "%d rewards of the evaluation of version %d failed and count 0, the last: %s",
-                *(rewards.errors, version, rewards.last_error),
+                "%d rewards of the evaluation of version %d failed and count 0, the first: %s",
+                *(rewards.errors, version, rewards.first_error),
             )
         self._totals.reward_errors += rewards.errors
         self._totals.tokens_evaluated += rewards.tokens
@@ -163,7 +163,7 @@ class Evaluations:
             metrics.EVAL_ROWS_DROPPED: float(rows - answered),
             metrics.EVAL_WALL_S: wall_s,
         }
-        if answered:
+        if answered and not rewards.failed:  # a score of what nobody judged would be none
             score = _share(rewards.values, success)
             self._totals.scores[version] = score
             record |= {

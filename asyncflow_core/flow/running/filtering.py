@@ -16,19 +16,21 @@ from asyncflow_core.flow.running.policies.dynamic_sampling import ALL_EQUAL, Dyn
 from asyncflow_core.flow.working.worker import Part, Work
 from asyncflow_core.services.data_store import Lease, TaskSpec
 
-__all__ = ["FILTER", "KEPT", "filter_task", "filter_work"]
+__all__ = ["FAILED", "FILTER", "KEPT", "filter_task", "filter_work"]
 
 FILTER = "filter"
 """Name of the task."""
 KEPT = "kept"
 """The column it writes, uint8: 1."""
+FAILED = "all rewards failed"
+"""The reason that groups are dropped with of which no reward was given."""
 
 _PARTITIONS = ("train", "eval")
 
 
-def filter_task() -> TaskSpec:
-    """What it reads and writes; held-out groups pass unseen."""
-    reads = ("reward", "versions")
+def filter_task(*, errors: bool) -> TaskSpec:
+    """What it reads and writes; held-out groups pass unseen. `errors`: there is a reward_error."""
+    reads = ("reward", "versions", *(("reward_error",) if errors else ()))
     return TaskSpec(FILTER, reads, (KEPT,), True, _PARTITIONS)
 
 
@@ -40,6 +42,7 @@ def filter_work(sampling: DynamicSampling, wasted: Counter[str]) -> Work:
         for at, info in enumerate(lease.rows):
             groups.setdefault(info.key.group, []).append(at)
         rewards, kept = batch["reward"].array.tolist(), []
+        errors = list(batch["reward_error"]) if "reward_error" in batch else [None] * batch.rows
         tokens = [int(versions[:, 1].sum()) for versions in batch["versions"]]
         for places in groups.values():
             held_out = lease.rows[places[0]].batch is None
@@ -47,8 +50,11 @@ def filter_work(sampling: DynamicSampling, wasted: Counter[str]) -> Work:
             if held_out or sampling.keep([rewards[at] for at in places], count):
                 kept += places
             else:
-                wasted[ALL_EQUAL] += count
-                yield Part([lease.rows[at] for at in places], drop=ALL_EQUAL)
+                failed = all(errors[at] for at in places)
+                cause = FAILED if failed else ALL_EQUAL
+                wasted[cause] += count
+                reason = f"{cause}: {errors[places[0]]}" if failed else cause
+                yield Part([lease.rows[at] for at in places], drop=reason)
         if kept:
             writes = Batch({KEPT: Column.dense(np.ones(len(kept), np.uint8))})
             yield Part([lease.rows[at] for at in kept], writes)

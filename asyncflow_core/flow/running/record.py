@@ -34,18 +34,23 @@ class Rewards:
     values: list[float] = field(default_factory=list)
     tokens: int = 0
     errors: int = 0
-    last_error: str = ""
+    first_error: str = ""
     last_at: float = 0.0
     """When the last row was seen, `time.perf_counter`."""
     oldest: int | None = None
     newest: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether there are rewards, and none that its function gave."""
+        return 0 < len(self.values) == self.errors
 
     def add(self, other: Rewards) -> None:
         """Take another's rewards in; of which rows they are is forgotten."""
         self.values += other.values
         self.tokens += other.tokens
         self.errors += other.errors
-        self.last_error = other.last_error or self.last_error
+        self.first_error = self.first_error or other.first_error
         self.last_at = max(self.last_at, other.last_at)
 
     def made_at(self, versions: Sequence[int]) -> None:
@@ -157,7 +162,7 @@ class Recorder:
         rewards.last_at = time.perf_counter()
         if error is not None:
             rewards.errors += 1
-            rewards.last_error = error
+            rewards.first_error = rewards.first_error or error
 
     def _readable(self, ids: NDArray[np.int32], key: Key) -> Any:
         if self._tokenizer is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncflow_core import metrics
+from asyncflow_core.errors import ServiceError
 from asyncflow_core.flow.planning.plan import Plan
 from asyncflow_core.flow.processes.control import StepReport, TrainerControl
 from asyncflow_core.flow.processes.replicas import Replicas
@@ -17,7 +18,7 @@ from asyncflow_core.flow.processes.watchdog import Restarts
 from asyncflow_core.flow.running.evaluation import Evaluations
 from asyncflow_core.flow.running.folder import RunFolder
 from asyncflow_core.flow.running.policies.over_sampling import STRAGGLER
-from asyncflow_core.flow.running.record import Recorder
+from asyncflow_core.flow.running.record import Recorder, Rewards
 from asyncflow_core.flow.running.results import StepResult
 from asyncflow_core.flow.running.saving import Saving
 from asyncflow_core.flow.running.supply import Supply
@@ -59,7 +60,7 @@ class Steps:
         on_step: Callable[[StepResult], None],
     ) -> None:
         """Take what is connected; `run` does everything."""
-        self._config = plan.config
+        self._plan, self._config = plan, plan.config
         self._overlaps_export, self._overlaps_fetch = plan.overlaps_export, plan.overlaps_fetch
         self._folder = folder
         self._parts = parts
@@ -172,9 +173,11 @@ class Steps:
         wall_s, self._step_ended = now - self._step_ended, now
         rows = report.rows + report.rows_masked
         rewards = await parts.recorder.wait_groups(report.group_keys, rows)
+        if rewards.failed:
+            raise _nothing_learned(self._plan, report.version, rewards)
         if rewards.errors and not self._said_errors:
             self._said_errors = True
-            _log.warning("a reward failed and counts 0: %s", rewards.last_error)
+            _log.warning("a reward failed and counts 0: %s", rewards.first_error)
         delay_s = parts.supply.paced(
             slack_s=began - rewards.last_at, waited_s=report.wait_s, step_s=wall_s
         )
@@ -207,3 +210,16 @@ class Steps:
         await self._saving.let_go(report.version)
         steps = self._config.workflow.steps
         self._on_step(StepResult(report.version, steps, record))
+
+
+def _nothing_learned(plan: Plan, version: int, rewards: Rewards) -> ServiceError:
+    """Why a run ends after a step whose rewards all failed: a mean of 0 would look like one."""
+    name = next(name for name, task in plan.tasks.items() if "reward_error" in task.spec.writes)
+    stage = plan.config.stages[name]
+    made_by = stage.plugin or stage.model_dump()["function"]
+    return ServiceError(
+        f"all {len(rewards.values)} rewards of step {version} failed, so it learned nothing; the "
+        f"first of stage {name!r} ({made_by}): {rewards.first_error}; mend it (reward_error in "
+        f"samples.jsonl has what each row's said), then start the run again",
+        service=name,
+    )

@@ -85,7 +85,7 @@ async def test_controller_killed_ends_waiting_calls_by_name():
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("bind", ["", "tcp://127.0.0.1:*"])
+@pytest.mark.parametrize("bind", ["", "tcp://127.0.0.1:*", "tcp://[::1]:*"])
 async def test_shard_added_while_running_takes_its_share(bind):
     log = TaskSpec("log", ("wide",))
     async with ZmqDataStore(ZmqOptions(shards=1, bind=bind)) as store:

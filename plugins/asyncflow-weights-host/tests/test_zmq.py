@@ -209,13 +209,22 @@ async def test_way_beyond_this_machine_is_encrypted_and_needs_the_key(make, monk
                 await stranger.attach("stranger", replace(published, locator=locator))
 
 
+async def test_replica_fetches_over_the_ipv6_loopback(make):
+    listen = "tcp://[::1]:*"
+    async with make(listen=listen) as trainer, make(listen=listen) as replica:
+        published = await put(trainer, 1)
+        assert published.locator["address"].startswith("tcp://[::1]:")
+        assert await receive(replica, published) == published.manifest.checksum
+
+
 async def test_address_that_is_none_is_refused(make, tmp_path):
     with pytest.raises(ConfigError, match="neither ipc"):
         await make(listen="udp://x").open()
     with pytest.raises(ConfigError, match="run directory"):
         await ZmqWeightSync(ZmqOptions(), PartContext("x")).open()
-    with pytest.raises(ValidationError, match="does not say where others reach"):
-        ZmqOptions(listen="tcp://*:5555")
+    for everywhere in ("tcp://*:5555", "tcp://0.0.0.0:*", "tcp://[::]:*"):
+        with pytest.raises(ValidationError, match="does not say where others reach"):
+            ZmqOptions(listen=everywhere)
 
 
 @pytest.mark.parametrize(

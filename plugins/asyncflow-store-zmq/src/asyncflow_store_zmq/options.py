@@ -20,7 +20,7 @@ from asyncflow_core.wire import check_reach
 
 __all__ = ["ZmqOptions"]
 
-_EVERYWHERE = ("tcp://*:", "tcp://0.0.0.0:")
+_EVERYWHERE = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 
 
 class ZmqOptions(BaseModel):

@@ -34,8 +34,9 @@ class ZmqOptions(_Versions):
 
     listen: str = "ipc"
     """Where trainer and replicas listen, since replicas pass weights on to each other: ipc, in the
-    run's directory; tcp://127.0.0.1:*; or tcp://INTERFACE:* such as tcp://eth0:* to cross hosts,
-    which is encrypted, with keys made for the run and only for who takes part in it."""
+    run's directory; tcp://127.0.0.1:* or tcp://[::1]:*; or tcp://INTERFACE:* such as tcp://eth0:*
+    to cross hosts, which is encrypted, with keys made for the run and only for who takes part in
+    it."""
     stall_s: float = Field(default=10.0, gt=0)
     """Silence after which a replica gives its source up and takes the rest from the trainer; of
     the trainer, after which the transfer has failed."""
@@ -46,7 +47,7 @@ class ZmqOptions(_Versions):
     @field_validator("listen")
     @classmethod
     def _reachable(cls, listen: str) -> str:
-        if listen.startswith(("tcp://*:", "tcp://0.0.0.0:")):
+        if listen.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")):
             raise ValueError(
                 f"{listen!r} does not say where others reach this process; name an address or "
                 "interface of this machine, such as tcp://eth0:*"

@@ -12,6 +12,7 @@ __all__ = ["asyncflow_register"]
 
 _HERE = frozenset({"process", "host"})
 _ANYWHERE = _HERE | {"network"}
+_LOOPBACK = ("tcp://127.", "tcp://[::1]:")
 
 
 def _host(options: HostOptions, ctx: PartContext) -> WeightSync:
@@ -42,7 +43,7 @@ def _capabilities(options: HostOptions) -> WeightSyncCapabilities:
 
 
 def _zmq_capabilities(options: ZmqOptions) -> WeightSyncCapabilities:
-    private = options.listen == "ipc" or options.listen.startswith("tcp://127.")
+    private = options.listen == "ipc" or options.listen.startswith(_LOOPBACK)
     return WeightSyncCapabilities(
         localities=_HERE if private else _ANYWHERE,
         source="buckets",

@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from asyncflow_core.errors import ConfigError
-from asyncflow_core.wire import KeyPair, check_reach, is_local, split_key, with_key
+from asyncflow_core.wire import KeyPair, check_reach, is_ipv6, is_local, split_key, with_key
 from asyncflow_weights_host.held import CHUNK_BYTES
 
 __all__ = ["Sockets", "socket_name", "sweep_sockets"]
@@ -69,6 +69,7 @@ class Sockets:
         """A bound ROUTER, and the address under which others reach it."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
         socket.setsockopt(zmq.MAXMSGSIZE, _SMALL_BYTES)
         socket.set_hwm(_QUEUED)
         socket.linger = 0
@@ -100,6 +101,7 @@ class Sockets:
         where, public = split_key(address)
         check_reach(address, bind=False, keys=public is not None)
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IPV6, int(is_ipv6(where)))
         socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES + _SMALL_BYTES)
         socket.set_hwm(_QUEUED)
         socket.linger = 0
