@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import io
 from collections.abc import Iterable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -41,7 +42,8 @@ class ConfigSource:
         """Read one YAML file.
 
         Raises:
-            ConfigError: the file is missing, is not YAML (with the line), or is not a mapping.
+            ConfigError: the file is missing, is not YAML, has tags (with the lines), or is not a
+                mapping.
         """
         file = Path(path)
         try:
@@ -50,9 +52,12 @@ class ConfigSource:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"cannot read the configuration {str(file)!r}: {reason}") from error
         try:
-            tree = YAML(typ="rt").load(text)
+            tags = _tags(text)
+            tree = None if tags else YAML(typ="rt").load(text)
         except YAMLError as error:
             raise ConfigError(_yaml_fault(file, error)) from error
+        if tags:
+            raise ConfigError([f"{file}:{line}: {_no_tag(tag)}" for line, tag in tags])
         if not isinstance(tree, CommentedMap):
             raise ConfigError(f"{file}:1: a configuration is a mapping of sections, got {tree!r}")
         places: dict[Path_, str] = {}
@@ -135,12 +140,14 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Split `a.b=value`; the value is YAML, so `1`, `true`, `[0, 1]` and `null` are what they seem.
 
     Raises:
-        ConfigError: no `=`, an empty path, or a value that is not YAML.
+        ConfigError: no `=`, an empty path, or a value that is not YAML or has a tag.
     """
     path, equals, value = text.partition("=")
     if not equals or not path.strip(".") or ".." in f".{path}.":
         raise ConfigError(f"override {text!r} is not of the form section.key=value")
     try:
+        for _, tag in _tags(value):
+            raise ConfigError(f"override {text!r}: {_no_tag(tag)}")
         return path, _plain(YAML(typ="safe").load(value))
     except YAMLError as error:
         raise ConfigError(f"override {text!r}: the value is not YAML; quote it") from error
@@ -175,9 +182,25 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
     return buffer.getvalue()
 
 
+def _tags(text: str) -> list[tuple[int, str]]:
+    """Line and tag of every node that has one, as it was written but for handles of its own."""
+    return [
+        (event.start_mark.line + 1, tag.replace("tag:yaml.org,2002:", "!!"))
+        for event in YAML(typ="rt").parse(text)
+        if (tag := getattr(event, "tag", None))
+    ]
+
+
+def _no_tag(tag: str) -> str:
+    """What a tag asks for is made by code, which a configuration does not run."""
+    return f"tags are not read, got {tag}; write the plain value, in quotes if it is text"
+
+
 def _yaml_fault(file: Path, error: YAMLError) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         problem = (error.problem or "not YAML").replace("\n", " ")
+        if problem.startswith("but "):  # the end of a sentence
+            problem = f"{error.context}, {problem}"
         return f"{file}:{error.problem_mark.line + 1}: {problem}"
     return f"{file}: not YAML: {error}"
 
@@ -237,6 +260,8 @@ def _message(model: type[BaseModel], detail: Any, at: Path_) -> str:
         return str(message)
     if kind == "model_type":
         message = _no_section(model, loc, value)
+    if isinstance(value, date):
+        return f"YAML takes it for the date {value}; put it in quotes if it is text"
     return f"{message[0].lower()}{message[1:]}, got {value!r}"
 
 

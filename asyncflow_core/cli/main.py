@@ -72,9 +72,8 @@ def run(config: str | None, overrides: Sequence[str], resume: str | None) -> Non
     else:
         raise click.UsageError("run takes CONFIG, or --resume RUN")
     progress = Progress(flow.config, first=flow.resumed_from)
-    progress.starting()
     try:
-        for step in flow.run():
+        for step in flow.run(on_start=lambda: progress.starting(flow.folder, flow.moved_to)):
             progress.step(step)
     except ConfigError as error:
         if flow.started:

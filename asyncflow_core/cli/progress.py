@@ -46,8 +46,8 @@ class Progress:
             forget_output()  # whoever else prints here, a reward on a thread, goes on as well
             _log.warning("the progress cannot be shown any more (%s); the run goes on", error)
 
-    def starting(self) -> None:
-        """Say what is about to run."""
+    def starting(self, folder: Path, moved_to: Path | None) -> None:
+        """Say what is about to run, and where an earlier run of the name went."""
         flow, config = self._config.workflow, self._config
         resumed = f", resumed from step {self._first}" if self._resumed else ""
         self._print(
@@ -56,6 +56,10 @@ class Progress:
             f"rollout {config.rollout.plugin} x{config.rollout.replicas}, "
             f"trainer {config.trainer.plugin} x{config.trainer.world_size}; starting processes ..."
         )
+        if moved_to is not None:
+            self._print(
+                f"{_shown(folder)}/ was there: the run that left it is in {_shown(moved_to)}/"
+            )
 
     def step(self, step: StepResult) -> None:
         """Show one step."""
@@ -89,7 +93,6 @@ class Progress:
 
     def finished(self, summary: Summary, folder: Path) -> None:
         """Say where things are, and last what was learned."""
-        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         self._print(
             f"{summary.rows_trained} rows trained in {summary.wall_s:.0f} s "
             f"(whole run {summary.total_s:.0f} s), staleness mean "
@@ -104,7 +107,9 @@ class Progress:
                 f"in samples.jsonl"
             )
         model = ", model/" if (folder / "model").exists() else ""
-        self._print(f"files: {shown}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})")
+        self._print(
+            f"files: {_shown(folder)}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})"
+        )
         if summary.eval_before is not None and summary.eval_after is not None:
             evaluation = self._config.evaluation
             least = evaluation.success if evaluation else 1.0
@@ -114,3 +119,8 @@ class Progress:
             )
         elif self._config.evaluation is not None:
             self._print("held-out score: none, no held-out prompt was rewarded before and after")
+
+
+def _shown(folder: Path) -> Path:
+    """As a user types it."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -39,6 +39,7 @@ __all__ = ["Flow", "Use", "reward", "stage", "use"]
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_NOT_STARTED = "the flow has not been started; call run() or stream()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,7 @@ class Flow:
         self._plan = make_plan(source, registry or Registry())
         self._summary: Summary | None = None
         self._folder: RunFolder | None = None
+        self._moved_to: Path | None = None
         self._started = False
 
     @property
@@ -210,8 +212,19 @@ class Flow:
     def folder(self) -> Path:
         """`runs/<name>`, once started."""
         if self._folder is None:
-            raise ServiceClosedError("the flow has not been started; call run() or stream()")
+            raise ServiceClosedError(_NOT_STARTED)
         return self._folder.path
+
+    @property
+    def moved_to(self) -> Path | None:
+        """Where what an earlier run of this name left was moved to; None if there was nothing.
+
+        Raises:
+            ServiceClosedError: the flow has not been started.
+        """
+        if self._folder is None:
+            raise ServiceClosedError(_NOT_STARTED)
+        return self._moved_to
 
     @property
     def summary(self) -> Summary:
@@ -220,10 +233,16 @@ class Flow:
             raise ServiceClosedError("the flow has no summary before its last step is done")
         return self._summary
 
-    async def stream(self) -> AsyncIterator[StepResult]:
-        """Run on the caller's event loop; yields each step. Leaving the loop early ends the run."""
+    async def stream(
+        self, *, on_start: Callable[[], None] | None = None
+    ) -> AsyncIterator[StepResult]:
+        """Run on the caller's event loop; yields each step. Leaving the loop early ends the run.
+
+        Args:
+            on_start: called once the run has its folder, before anything is started.
+        """
         results: asyncio.Queue[StepResult | None] = asyncio.Queue()
-        running = asyncio.create_task(self._run(results.put_nowait))
+        running = asyncio.create_task(self._run(results.put_nowait, on_start))
         running.add_done_callback(lambda _: results.put_nowait(None))
         try:
             while (result := await results.get()) is not None:
@@ -233,10 +252,15 @@ class Flow:
             running.cancel()
             await asyncio.wait({running})
 
-    def run(self) -> Iterator[StepResult]:
-        """Run on a thread of its own; yields each step. Leaving the loop early ends the run."""
+    def run(self, *, on_start: Callable[[], None] | None = None) -> Iterator[StepResult]:
+        """Run on a thread of its own; yields each step. Leaving the loop early ends the run.
+
+        Args:
+            on_start: called on that thread, once the run has its folder, before anything is
+                started.
+        """
         results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
-        thread = _RunThread(self._run(results.put), lambda: results.put(None))
+        thread = _RunThread(self._run(results.put, on_start), lambda: results.put(None))
         thread.start()
         try:
             while (result := _take(results)) is not None:
@@ -247,7 +271,9 @@ class Flow:
         if thread.failure is not None:
             raise thread.failure
 
-    async def _run(self, on_step: Callable[[StepResult], None]) -> None:
+    async def _run(
+        self, on_step: Callable[[StepResult], None], on_start: Callable[[], None] | None
+    ) -> None:
         if self._started:
             raise ServiceClosedError("a flow runs once; make another one to run again")
         self._started = True
@@ -255,6 +281,14 @@ class Flow:
         restarts = Restarts(watchdog.restarts, watchdog.restart_window_s)
         while True:
             self._folder = await asyncio.to_thread(RunFolder, self._plan.config, resume=resume)
+            self._moved_to = self._moved_to or self._folder.moved_to
+            try:
+                if on_start is not None:
+                    on_start()
+                on_start = None
+            except BaseException:
+                self._folder.close()
+                raise
             try:
                 self._summary = await Controller(self._plan, self._folder, on_step).run()
             except EndedError as error:

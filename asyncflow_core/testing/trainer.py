@@ -32,14 +32,19 @@ __all__ = ["TrainerTests"]
 
 
 class TrainerTests:
-    """Give `service` (opened), `unopened`, `capabilities`, `batch`, `loss` and `misfit_loss`."""
+    """Give `service` (opened), `unopened`, `capabilities`, `batch`, `loss` and `misfit_loss`.
+
+    The policy of `service` must not be uniform on the batch: where all logits of a position are
+    equal, as in a model whose last layer is all zeros, no temperature can be seen in log-probs. A
+    model with random weights will do.
+    """
 
     tolerance = 1e-5
     """Largest difference of log-probs between one micro-batch and several."""
 
     @pytest.fixture
     async def service(self) -> Trainer:
-        raise NotImplementedError("give an opened Trainer")
+        raise NotImplementedError("give an opened Trainer whose policy is not uniform")
 
     @pytest.fixture
     def unopened(self) -> Trainer:
@@ -80,6 +85,18 @@ class TrainerTests:
 
     async def checksum(self, service: Trainer) -> str:
         return (await self.weights(service)).build().checksum
+
+    def assert_temperature_seen(self, plain: NDArray[Any], hot: NDArray[Any]) -> None:
+        """Log-probs at temperature 1 and 2 differ; where they cannot, the fixture is to blame."""
+        if np.abs(hot - plain).max() > self.tolerance:
+            return
+        if np.ptp(plain) <= self.tolerance:
+            pytest.fail(
+                f"every log-prob of the batch is {plain[0]:.4g}, at temperature 1 and 2: the "
+                f"policy of `service` is uniform, and no temperature shows in it; give one whose "
+                f"logits differ, as a model with random weights"
+            )
+        pytest.fail("log-probs at temperature 2 are those at 1: the row's temperature is ignored")
 
     def with_sampling(self, batch: Batch, **changes: object) -> Batch:
         entries = [{**entry, **changes} for entry in batch["sampling"]]
@@ -122,7 +139,7 @@ class TrainerTests:
         """TR-3."""
         plain = await self.logprobs(service, batch)
         hot = await self.logprobs(service, self.with_sampling(batch, temperature=2.0))
-        assert np.abs(hot - plain).max() > self.tolerance
+        self.assert_temperature_seen(plain, hot)
         greedy = await self.logprobs(service, self.with_sampling(batch, temperature=0.0))
         np.testing.assert_allclose(greedy, plain, atol=self.tolerance)
         rows = np.arange(batch.rows)

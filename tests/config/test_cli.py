@@ -42,10 +42,11 @@ def asyncflow(folder, tmp_path):
         inherited = {
             key: value for key, value in os.environ.items() if not key.startswith("ASYNCFLOW")
         }
+        path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
         return subprocess.run(
             [*by, COMMAND, *map(str, arguments)],
             cwd=folder,
-            env={**inherited, "PYTHONPATH": str(tmp_path / "site"), **dict(environment)},
+            env={**inherited, "PYTHONPATH": path, **dict(environment)},
             text=True,
             timeout=60,
             check=False,
@@ -139,6 +140,24 @@ INLINE = (
     "stages.advantage={function: 'my_reward:plain', writes: [advantages], reads: [response_ids]}",
 )
 LATE_PROMPTS = "prompts={plugin: late}"
+
+
+def test_run_says_where_an_earlier_one_of_its_name_went(asyncflow, write, folder):
+    first, second = (asyncflow("run", write(), *INLINE) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "was there" not in first.stdout
+    lines = second.stdout.splitlines()
+    assert lines[0].startswith("run mine: ")
+    assert lines[1] == "runs/mine/ was there: the run that left it is in runs/mine-1/"
+    assert (folder / "runs" / "mine-1" / "summary.json").is_file()
+
+
+def test_run_whose_start_is_refused_does_not_say_that_it_starts(asyncflow, write, folder):
+    (folder / "file").write_text("")
+    done = asyncflow("run", write(), *INLINE, "out=file")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "nothing was started:\n  out: the run's folder" in done.stderr
 
 
 def test_command_configuration_fault_after_the_start_does_not_say_nothing_was_started(

@@ -17,7 +17,16 @@ FILES = [
     pytest.param("", ":1: a configuration is a mapping of sections, got None", id="empty"),
     pytest.param("- 1\n", ":1: a configuration is a mapping of sections, got [1]", id="list"),
     pytest.param("just text\n", ":1: a configuration is a mapping", id="text"),
-    pytest.param("a: 1\n---\nb: 2\n", ":2: ", id="two documents"),
+    pytest.param(
+        "a: 1\n---\nb: 2\n",
+        ":2: expected a single document in the stream, but f",
+        id="two documents",
+    ),
+    pytest.param("a: 1\nb: {c: !x y}\n", ":2: tags are not read, got !x; write the", id="tag"),
+    pytest.param("a: !!str 1\n", ":1: tags are not read, got !!str; write the pl", id="known tag"),
+    pytest.param(
+        "!!python/object:a.B {}\n", ":1: tags are not read, got !!python/o", id="root tag"
+    ),
     pytest.param("a: *nothing\n", ":1: found undefined alias 'nothing'", id="alias"),
 ]
 
@@ -48,8 +57,17 @@ def test_doctor_python_tag_in_yaml_runs_nothing(folder, write, command):
     path = write(BASE + f'seed: !!python/object/apply:os.mkdir ["{victim}"]\n')
     status, out, _ = command("doctor", path)
     assert status == 2
-    assert "seed" in out
+    line = BASE.count("\n") + 1
+    assert f"{path}:{line}: tags are not read, got !!python/object/apply:os.mkdir; write the" in out
     assert not victim.exists()
+
+
+def test_doctor_file_with_tags_names_each_line(write, command):
+    path = write("a: !x 1\nb:\n  - !!python/name:os.system\n")
+    status, out, _ = command("doctor", path)
+    assert (status, out.splitlines()[0]) == (2, "2 fault(s):")
+    assert f"{path}:1: tags are not read, got !x;" in out
+    assert f"{path}:3: tags are not read, got !!python/name:os.system;" in out
 
 
 def test_doctor_merged_keys_point_to_where_they_are_merged(write, command):
@@ -100,6 +118,11 @@ OVERRIDES = [
     ("a..b=1", "is not of the form section.key=value"),
     (".a=1", "is not of the form section.key=value"),
     ("seed=[1", "override 'seed=[1': the value is not YAML; quote it"),
+    ("seed=!!int", "override 'seed=!!int': tags are not read, got !!int; write the plain value"),
+    (
+        "name=2026-11-30",
+        "override: name: YAML takes it for the date 2026-11-30; put it in quotes",
+    ),
     ("workflow.max_stalenes=1", "override: workflow.max_stalenes: unknown key; did you mean"),
     ("workflow.steps=many", "override: workflow.steps: "),
     ("wrkflow.steps=1", "override: wrkflow: unknown key; did you mean 'workflow'?"),

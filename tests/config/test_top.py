@@ -181,7 +181,7 @@ class Full:
         return False
 
 
-def test_progress_that_cannot_be_shown_ends_no_run(monkeypatch, caplog):
+def test_progress_that_cannot_be_shown_ends_no_run(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(sys, "stdout", Full())
     part = {"plugin": "any"}
     config = RunConfig(
@@ -190,7 +190,7 @@ def test_progress_that_cannot_be_shown_ends_no_run(monkeypatch, caplog):
         workflow={"steps": 1, "groups_per_step": 1, "group_size": 1},
     )
     progress = Progress(config)
-    progress.starting()
-    progress.starting()
+    progress.starting(tmp_path, None)
+    progress.starting(tmp_path, None)
     assert len(caplog.messages) == 1
     assert "cannot be shown any more" in caplog.messages[0]

@@ -40,6 +40,15 @@ def write_prompts(path, letters):
     return path
 
 
+def test_on_start_that_raises_ends_the_run_and_leaves_the_name(inline):
+    def refuse():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(af.Flow(**inline(workflow__steps=1)).run(on_start=refuse))
+    assert len(list(af.Flow(**inline(workflow__steps=1)).run())) == 1
+
+
 async def assert_all_gone():
     await eventually(lambda: not children() and not run_dirs(), timeout_s=5)
     await eventually(
@@ -115,9 +124,13 @@ def test_a_flow_runs_once_and_tells_nothing_before(inline):
 
 
 def test_a_run_moves_an_earlier_one_of_its_name_aside(inline):
-    for _ in range(2):
-        flow = af.Flow(**inline(workflow__steps=1))
-        list(flow.run())
+    flows, seen = [af.Flow(**inline(workflow__steps=1)) for _ in range(2)], []
+    with pytest.raises(ServiceClosedError, match="not been started"):
+        _ = flows[0].moved_to
+    for flow in flows:
+        list(flow.run(on_start=lambda flow=flow: seen.append((flow.folder, flow.moved_to))))
+    folder = flows[0].folder
+    assert seen == [(folder, None), (folder, folder.with_name("small-1"))]
     assert {p.name for p in flow.folder.parent.iterdir()} == {"small", "small-1"}
 
 

@@ -95,6 +95,17 @@ class TestTabularTrainer(TrainerTests):
         return LossSpec("torchish")
 
 
+def test_trainer_kit_tells_a_uniform_policy_from_an_ignored_temperature():
+    kit, uniform = TrainerTests(), np.full(4, -np.log(27), np.float32)
+    with pytest.raises(
+        pytest.fail.Exception, match=r"every log-prob of the batch is -3\.296.*unif"
+    ):
+        kit.assert_temperature_seen(uniform, uniform)
+    with pytest.raises(pytest.fail.Exception, match="the row's temperature is ignored"):
+        kit.assert_temperature_seen(np.array([-1.0, -2.0]), np.array([-1.0, -2.0]))
+    kit.assert_temperature_seen(np.array([-1.0, -2.0]), np.array([-1.2, -1.8]))
+
+
 class TestTabularTrainerOnTwoRanks(TestTabularTrainer):
     @pytest.fixture
     def unopened(self, options, registry, tmp_path_factory):
