@@ -10,6 +10,7 @@ from asyncflow_core.config_source import ConfigSource, parse_overrides
 from asyncflow_core.errors import ConfigError
 from asyncflow_core.flow.planning.plan import Plan, make_plan
 from asyncflow_core.registry import Registry
+from asyncflow_core.services.rollout import RolloutCapabilities
 
 __all__ = ["examine"]
 
@@ -25,7 +26,8 @@ def examine(config: str, overrides: Sequence[str], *, as_json: bool) -> int:
         _print_faults(error.faults, as_json=as_json)
         return 2
     if as_json:
-        print(json.dumps({"ok": True, "faults": [], **_facts(plan)}, indent=2))
+        found = {"ok": True, "faults": [], **_facts(plan), "notes": _notes(plan)}
+        print(json.dumps(found, indent=2))
     else:
         _print_plan(plan)
     return 0
@@ -64,6 +66,13 @@ def _facts(plan: Plan) -> dict[str, Any]:
 def _notes(plan: Plan) -> list[str]:
     """What is right and may surprise."""
     flow, notes = plan.config.workflow, []
+    able: RolloutCapabilities = plan.chosen["rollout"].capabilities
+    if able.max_tokens is not None:
+        new = plan.config.rollout.sampling.max_new_tokens
+        notes.append(
+            f"prompts may have {able.max_tokens - new} tokens: rollout takes {able.max_tokens}, of "
+            f"which max_new_tokens are {new}; longer prompts are dropped"
+        )
     if flow.bound == 0 and flow.updates_per_step > 1:
         notes.append(
             f"only the first of a step's {flow.updates_per_step} updates is on-policy to the "

@@ -198,6 +198,8 @@ class RolloutCapabilities:
         seeds: equal seeds repeat.
         pause: it is a `SupportsPause`.
         readback: it is a `SupportsReadback`.
+        max_tokens: most tokens of a prompt with its response; None where that is known only once
+            the engine runs.
     """
 
     switch_modes: frozenset[SwitchMode] = frozenset({SwitchMode.DRAIN})
@@ -207,6 +209,7 @@ class RolloutCapabilities:
     seeds: bool = True
     pause: bool = False
     readback: bool = False
+    max_tokens: int | None = None
 
 
 class Rollout(Service):

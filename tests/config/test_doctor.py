@@ -170,6 +170,18 @@ def test_doctor_sound_configuration_starts_nothing_and_says_what_it_found(
     assert report["tasks"]["reward"]["reads"] == ["response_ids", "answer"]
 
 
+def test_doctor_says_how_long_prompts_may_be_where_the_engine_tells(write, command):
+    overrides = ("rollout={plugin: short, sampling: {max_new_tokens: 60}}",)
+    status, out, _ = command("doctor", write(), *overrides)
+    assert status == 0
+    assert (
+        "note: prompts may have 4 tokens: rollout takes 64, of which max_new_tokens are 60" in out
+    )
+    status, out, _ = command("doctor", write(), *overrides, "--json")
+    assert json.loads(out)["notes"][0].startswith("prompts may have 4 tokens")
+    assert "prompts may have" not in command("doctor", write())[1]
+
+
 def test_doctor_several_updates_says_what_is_on_policy(write, command):
     overrides = ("workflow.max_staleness=0", "workflow.updates_per_step=2")
     status, out, _ = command("doctor", write(), *overrides)

@@ -310,6 +310,36 @@ CASES = [
         ),
     ),
     case(
+        "response longer than the engine takes",
+        [
+            ("plugin: tabular\n  options: {slots: 4}", "plugin: short"),
+            ("max_new_tokens: 1", "max_new_tokens: 64"),
+        ],
+        (
+            "max_new_tokens",
+            "rollout.sampling.max_new_tokens: 64 tokens and a prompt of at least one are more than "
+            "rollout plugin 'short' takes of this model, 64 tokens with the prompt; lower it",
+        ),
+    ),
+    case(
+        "sampling of a judge that its engine lacks, or is too long for it",
+        [
+            (
+                "loss: {plugin: tabular_ppo_clip}",
+                "loss: {plugin: tabular_ppo_clip}\n"
+                "models:\n  judge: {plugin: short, kind: rollout,\n"
+                "    sampling: {top_k: 3,\n      max_new_tokens: 70}}",
+            ),
+            (
+                'reward: {function: "my_reward:right", kind: reward}',
+                "reward: {model: judge, function: 'my_reward:plain', reads: [response_ids], "
+                "writes: [reward]}",
+            ),
+        ],
+        ("sampling: {top_k", "models.judge.sampling.top_k: rollout plugin 'short' does not honour"),
+        ("max_new_tokens: 70", "models.judge.sampling.max_new_tokens: 70 tokens and a prompt of"),
+    ),
+    case(
         "sampling that the engine lacks",
         [
             ("plugin: tabular\n  options: {slots: 4}", "plugin: plain"),

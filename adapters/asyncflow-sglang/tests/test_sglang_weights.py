@@ -287,6 +287,24 @@ def test_capabilities_follow_the_options():
     assert "stop" not in other.sampling
 
 
+def test_capabilities_tell_the_context_length_where_it_is_known(tmp_path):
+    def known(config, **options):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return capabilities(SGLangOptions(model=str(tmp_path), **options)).max_tokens
+
+    plain = {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default"}}
+    assert known(plain) == 512
+    assert known({"text_config": plain}) == 512
+    assert known({**plain, "max_sequence_length": 300}) == 300
+    assert known(plain, engine_args={"context_length": 256}) == 256
+    assert known(plain, addresses=("http://a:1",)) is None
+    for scaled in ({"type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0}):
+        assert known({**plain, "rope_scaling": scaled}) is None
+    assert known({}) is None
+    assert known([]) is None
+    assert capabilities(SGLangOptions(model=str(tmp_path / "none"))).max_tokens is None
+
+
 def test_plugin_registers_without_engine_torch_or_http(model):
     entry = PluginEntry("rollout", "sglang", "asyncflow_sglang.plugin", "asyncflow-sglang", "0.1.0")
     found = Registry([entry]).get("rollout", "sglang")

@@ -5,13 +5,14 @@ import sys
 
 import numpy as np
 import pytest
+from rollout_helpers import make_requests
 from tokenizers import Tokenizer as Words
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from asyncflow_core.errors import ConfigError
+from asyncflow_core.errors import ConfigError, DataError
 from asyncflow_core.parts import PartContext, encode_prompt
 from asyncflow_core.registry import PluginEntry, Registry
 
@@ -96,6 +97,35 @@ def test_rollout_check_names_the_path(tmp_path, model_dir):
     assert "config.json" in faults(tmp_path)[0]
     service = found.factory(found.options(model=str(model_dir)), PartContext())
     assert type(service).__name__ == "TransformersRollout"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 17}])
+async def test_rollout_takes_as_many_tokens_as_it_declares(model_dir, options):
+    found = plugin("rollout", "transformers")
+    chosen = found.options(model=str(model_dir), **options)
+    most = found.capabilities_for(chosen).max_tokens
+    async with found.factory(chosen, PartContext(name="r")) as service:
+        (fits,) = make_requests(1, prompt=[1] * (most - 1), max_new_tokens=1)
+        assert len([done async for done in service.generate([fits])]) == 1
+        (longer,) = make_requests(1, prompt=[1] * most, max_new_tokens=1)
+        with pytest.raises(DataError, match=f"at most the engine's max_length {most}"):
+            await anext(service.generate([longer]))
+
+
+def test_rollout_declares_a_length_whatever_the_model_says(tmp_path):
+    found = plugin("rollout", "transformers")
+
+    def declared(text, **options):
+        (tmp_path / "config.json").write_text(text)
+        chosen = found.options(model=str(tmp_path), **options)
+        return found.capabilities_for(chosen).max_tokens
+
+    assert declared('{"max_position_embeddings": 99}') == 99
+    assert declared('{"text_config": {"max_position_embeddings": 99}}') == 99
+    assert declared('{"max_position_embeddings": 1000000}') == 4096
+    assert declared("{}") == declared("[1") == declared("[]") == 4096
+    larger = {"max_position_embeddings": 128}
+    assert declared('{"max_position_embeddings": 99}', engine_args=larger) == 128
 
 
 def test_plugin_module_imports_no_torch():

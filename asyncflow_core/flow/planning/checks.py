@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from asyncflow_core.config import RunConfig, ServiceConfig
+from asyncflow_core.config import ModelConfig, RolloutConfig, RunConfig, ServiceConfig
 from asyncflow_core.flow.processes.launch import LauncherCapabilities
 from asyncflow_core.flow.running.room import row_bytes
 from asyncflow_core.services.data_store import DataStoreCapabilities
@@ -45,17 +45,34 @@ def capability_faults(config: RunConfig, able: Mapping[str, Any]) -> Iterator[Fa
     for sections, check in _CHECKS:
         if all(section in able for section in sections):
             yield from check(config, *(able[section] for section in sections))
+    for name, model in config.models.items():
+        if model.kind == "rollout" and (found := able.get(f"models.{name}")) is not None:
+            yield from _sampling_of(("models", name), model, found)
 
 
 def _sampling(config: RunConfig, rollout: RolloutCapabilities) -> Iterator[Fault]:
-    sampling, defaults = _params(config), SamplingParams()
+    yield from _sampling_of(("rollout",), config.rollout, rollout)
+
+
+def _sampling_of(
+    at: tuple[str, ...], section: RolloutConfig | ModelConfig, able: RolloutCapabilities
+) -> Iterator[Fault]:
+    """What an engine that generates cannot do of the sampling that its section asks for."""
+    at, who = (*at, "sampling"), f"rollout plugin {section.plugin!r}"
+    sampling, defaults = SamplingParams(**section.sampling.model_dump()), SamplingParams()
     for name in SamplingParams.__dataclass_fields__:
-        if getattr(sampling, name) != getattr(defaults, name) and name not in rollout.sampling:
+        if getattr(sampling, name) != getattr(defaults, name) and name not in able.sampling:
             yield (
-                ("rollout", "sampling", name),
-                f"rollout plugin {config.rollout.plugin!r} does not honour {name}; it takes "
-                f"{', '.join(sorted(rollout.sampling))}",
+                (*at, name),
+                f"{who} does not honour {name}; it takes {', '.join(sorted(able.sampling))}",
             )
+    if able.max_tokens is not None and sampling.max_new_tokens >= able.max_tokens:
+        yield (
+            (*at, "max_new_tokens"),
+            f"{sampling.max_new_tokens} tokens and a prompt of at least one are more than "
+            f"{who} takes of this model, {able.max_tokens} tokens with the prompt; lower "
+            f"it so far that prompts have room",
+        )
 
 
 def _truncation(config: RunConfig, trainer: TrainerCapabilities) -> Iterator[Fault]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from asyncflow_core.config import InputPath
 
-__all__ = ["SGLangOptions", "check"]
+__all__ = ["SGLangOptions", "check", "most_tokens"]
 
 
 class SGLangOptions(BaseModel):
@@ -103,6 +104,43 @@ _OF_STARTED = frozenset({"servers", "python", "device", "env", "restarts", "log_
 """Options that mean nothing where servers run already."""
 _TOLD = frozenset({"enable_deterministic_inference", "skip_tokenizer_init"})
 """Arguments that say what a running server can do."""
+
+
+_LENGTHS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+"""Where SGLang finds a model's context length in its config.json, in this order."""
+
+
+_PLAIN = (None, "default")
+"""Types of rotary positions that are not scaled."""
+
+
+def most_tokens(options: SGLangOptions) -> int | None:
+    """Most tokens of a prompt with its response; None where only the server knows.
+
+    It does of running servers, and of models whose positions are scaled.
+
+    Source: SGLang's get_context_length.
+    """
+    if options.addresses:
+        return None
+    if isinstance(given := options.engine_args.get("context_length"), int):
+        return given
+    try:
+        config = json.loads((Path(options.model) / "config.json").read_text("utf-8"))
+        config = {**config, **(config.get("text_config") or {})}
+    except (OSError, ValueError, TypeError, AttributeError):  # said by `check`, or by the server
+        return None
+    for name in ("rope_scaling", "rope_parameters"):
+        found = config.get(name)
+        if isinstance(found, Mapping) and found.get("rope_type", found.get("type")) not in _PLAIN:
+            return None
+    return next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
 
 
 def check(options: SGLangOptions) -> Iterator[str]:

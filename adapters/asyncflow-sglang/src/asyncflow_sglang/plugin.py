@@ -8,7 +8,7 @@ from asyncflow_core.hookspecs import hookimpl
 from asyncflow_core.parts import PartContext
 from asyncflow_core.registry import Registrar
 from asyncflow_core.services.rollout import RolloutCapabilities, SwitchMode
-from asyncflow_sglang.options import SGLangOptions, check
+from asyncflow_sglang.options import SGLangOptions, check, most_tokens
 
 if TYPE_CHECKING:
     from asyncflow_sglang.service import SGLangRollout
@@ -33,6 +33,7 @@ def capabilities(options: SGLangOptions) -> RolloutCapabilities:
         seeds=bool(options.engine_args.get("enable_deterministic_inference")),
         pause=True,
         readback=False,
+        max_tokens=most_tokens(options),
     )
 
 

@@ -15,15 +15,13 @@ from transformers.utils.logging import (
 )
 
 from asyncflow_core.errors import ConfigError
-from asyncflow_transformers.options import RolloutOptions, check_rollout
+from asyncflow_transformers.options import MOST_DEFAULT_LENGTH, RolloutOptions, check_rollout
 from asyncflow_transformers.serving import ServedEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["load_model", "make_engine"]
-
-_MOST_DEFAULT_LENGTH = 4096
 
 
 def load_model(options: RolloutOptions) -> PreTrainedModel:
@@ -60,12 +58,12 @@ def make_engine(
     config = model.config.get_text_config(decoder=True)
     own = [_ids(source.eos_token_id) for source in (model.generation_config, config)]
     tokens = dict.fromkeys(token for ids in (*own, ends) for token in ids)
-    limit = getattr(config, "max_position_embeddings", None) or _MOST_DEFAULT_LENGTH
+    limit = getattr(config, "max_position_embeddings", None) or MOST_DEFAULT_LENGTH
     try:
         return ServedEngine(
             model,
             slots=options.slots,
-            max_length=options.max_length or min(limit, _MOST_DEFAULT_LENGTH),
+            max_length=options.max_length or min(limit, MOST_DEFAULT_LENGTH),
             version=0,
             eos_token_ids=[token for token in tokens if token < config.vocab_size],
             prefill_tokens=options.prefill_tokens,

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["RolloutOptions", "TokenizerOptions", "check_rollout", "check_tokenizer"]
+__all__ = [
+    "MOST_DEFAULT_LENGTH",
+    "RolloutOptions",
+    "TokenizerOptions",
+    "check_rollout",
+    "check_tokenizer",
+    "most_tokens",
+]
+
+MOST_DEFAULT_LENGTH = 4096
+"""Tokens of prompt and response where `max_length` is left out, though a model may take more."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -57,6 +68,24 @@ def check_rollout(options: RolloutOptions) -> Iterator[str]:
         yield f"model {options.model!r} has no config.json; give the path of a Hugging Face model"
     elif not any(path.glob("*.safetensors")):
         yield f"model {options.model!r} has no *.safetensors; save it with save_pretrained"
+
+
+def most_tokens(options: RolloutOptions) -> int:
+    """Most tokens of a prompt and its response, as far as the model's config.json tells."""
+    if options.max_length is not None:
+        return options.max_length
+    try:
+        config = json.loads((Path(options.model) / "config.json").read_text("utf-8"))
+        limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ):  # said by `check_rollout`, or by who loads it
+        limit = None
+    limit = options.engine_args.get("max_position_embeddings", limit)
+    return min(limit, MOST_DEFAULT_LENGTH) if isinstance(limit, int) else MOST_DEFAULT_LENGTH
 
 
 def check_tokenizer(options: TokenizerOptions) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from asyncflow_core.hookspecs import hookimpl
@@ -13,13 +14,14 @@ from asyncflow_transformers.options import (
     TokenizerOptions,
     check_rollout,
     check_tokenizer,
+    most_tokens,
 )
 
 if TYPE_CHECKING:
     from asyncflow_transformers.service import TransformersRollout
     from asyncflow_transformers.tokenizer import HuggingFaceTokenizer
 
-__all__ = ["CAPABILITIES", "asyncflow_register"]
+__all__ = ["CAPABILITIES", "asyncflow_register", "capabilities"]
 
 CAPABILITIES = RolloutCapabilities(
     switch_modes=frozenset(SwitchMode),
@@ -32,6 +34,12 @@ CAPABILITIES = RolloutCapabilities(
     pause=True,
     readback=True,
 )
+"""But for `max_tokens`, which is the model's."""
+
+
+def capabilities(options: RolloutOptions) -> RolloutCapabilities:
+    """What it can do with these options."""
+    return replace(CAPABILITIES, max_tokens=most_tokens(options))
 
 
 def _rollout(options: RolloutOptions, context: PartContext) -> TransformersRollout:
@@ -56,7 +64,7 @@ def asyncflow_register(registrar: Registrar) -> None:
         _rollout,
         api_version=1,
         options=RolloutOptions,
-        capabilities=CAPABILITIES,
+        capabilities=capabilities,
         check=check_rollout,
     )
     registrar.add(
