@@ -26,6 +26,8 @@ __all__ = ["ConfigSource", "dump_yaml", "parse_override", "parse_overrides"]
 Path_ = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
 _OVERRIDE = "override"
+_FEW = 3
+"""Sections that have a key; more are no hint where it belongs."""
 
 
 class ConfigSource:
@@ -290,6 +292,9 @@ def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...], at: Path_) 
             return f"unknown key; it is no option of the plugin, but {dotted}.{key}"
         if "sampling" in near_by and key in SamplingConfig.model_fields:
             return f"unknown key; it is no option of the plugin, but {dotted}.sampling.{key}"
+    homes = _homes(key) if model is RunConfig else []
+    if 0 < len(homes) <= _FEW:
+        return f"unknown key here; did you mean {' or '.join(map(repr, homes))}?"
     by_plugin = {"plugin", "options"} <= set(fields)
     # That `slots` looks a little like `options` tells nobody where to put it.
     meant = [name for name in fields if name != "options" or key.startswith("opt")]
@@ -299,6 +304,20 @@ def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...], at: Path_) 
     if by_plugin and not near:
         hint += "; what is the plugin's own stands in `options`"
     return f"unknown key; {hint}"
+
+
+def _homes(key: str) -> list[str]:
+    """The sections of a configuration that have a key, as dotted paths of it."""
+    found = [key] if key in RunConfig.model_fields else []
+    for name, field in RunConfig.model_fields.items():
+        section = _model_at(RunConfig, (name,))
+        if section is None or _is_container(field.annotation):  # names of the user's own
+            continue
+        found += [f"{name}.{key}"] if key in section.model_fields else []
+        for inner in section.model_fields:
+            below = _model_at(section, (inner,))
+            found += [f"{name}.{inner}.{key}"] if below and key in below.model_fields else []
+    return found
 
 
 def _model_at(model: Any, loc: tuple[str | int, ...]) -> type[BaseModel] | None:

@@ -73,7 +73,7 @@ def run(config: str | None, overrides: Sequence[str], resume: str | None) -> Non
         raise click.UsageError("run takes CONFIG, or --resume RUN")
     progress = Progress(flow.config, first=flow.resumed_from)
     try:
-        for step in flow.run(on_start=lambda: progress.starting(flow.folder, flow.moved_to)):
+        for step in flow.run(on_start=lambda: progress.starting(flow.moved_to)):
             progress.step(step)
     except ConfigError as error:
         if flow.started:
@@ -202,11 +202,11 @@ class _StartedError(Exception):
     """A `ConfigError` that only showed when the run had started."""
 
 
-def _failed(error: Exception) -> int:
-    """Say why; the exit status."""
+def _failed(error: Exception, *, starts: bool) -> int:
+    """Say why; the exit status. `starts`: the command starts something when nothing is wrong."""
     if isinstance(error, ConfigError):
-        lines = [f"asyncflow: {len(error.faults)} fault(s), nothing was started:"]
-        say("\n  ".join([*lines, *error.faults]))
+        nothing = ", nothing was started" if starts else ""
+        say("\n  ".join([f"asyncflow: {len(error.faults)} fault(s){nothing}:", *error.faults]))
         return 2
     if isinstance(error, AsyncFlowError):
         say(f"asyncflow: {error.code}: {error}")
@@ -259,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     try:
         cli.main(args=arguments, prog_name="asyncflow", standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -267,11 +268,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         error.show()
         return 2
     except (click.Abort, KeyboardInterrupt):
-        runs = (sys.argv[1:] if arguments is None else arguments)[:1] == ["run"]
-        say("asyncflow: interrupted" + ("; every process of the run was ended" if runs else ""))
+        ended = "; every process of the run was ended" if command == "run" else ""
+        say(f"asyncflow: interrupted{ended}")
         return 130
     except (AsyncFlowError, _StartedError, OSError) as error:
-        return _failed(error)
+        return _failed(error, starts=command in ("run", "serve"))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     return 0

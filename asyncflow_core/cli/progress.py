@@ -46,8 +46,10 @@ class Progress:
             forget_output()  # whoever else prints here, a reward on a thread, goes on as well
             _log.warning("the progress cannot be shown any more (%s); the run goes on", error)
 
-    def starting(self, folder: Path, moved_to: Path | None) -> None:
+    def starting(self, moved_to: Path | None) -> None:
         """Say what is about to run, and where an earlier run of the name went."""
+        if moved_to is not None:
+            self._print(f"an earlier run of this name was moved to {_shown(moved_to)}/")
         flow, config = self._config.workflow, self._config
         resumed = f", resumed from step {self._first}" if self._resumed else ""
         self._print(
@@ -56,10 +58,6 @@ class Progress:
             f"rollout {config.rollout.plugin} x{config.rollout.replicas}, "
             f"trainer {config.trainer.plugin} x{config.trainer.world_size}; starting processes ..."
         )
-        if moved_to is not None:
-            self._print(
-                f"{_shown(folder)}/ was there: the run that left it is in {_shown(moved_to)}/"
-            )
 
     def step(self, step: StepResult) -> None:
         """Show one step."""

@@ -145,10 +145,10 @@ LATE_PROMPTS = "prompts={plugin: late}"
 def test_run_says_where_an_earlier_one_of_its_name_went(asyncflow, write, folder):
     first, second = (asyncflow("run", write(), *INLINE) for _ in range(2))
     assert (first.returncode, second.returncode) == (0, 0)
-    assert "was there" not in first.stdout
+    assert first.stdout.startswith("run mine: ")
     lines = second.stdout.splitlines()
-    assert lines[0].startswith("run mine: ")
-    assert lines[1] == "runs/mine/ was there: the run that left it is in runs/mine-1/"
+    assert lines[0] == "an earlier run of this name was moved to runs/mine-1/"
+    assert lines[1].startswith("run mine: ")
     assert (folder / "runs" / "mine-1" / "summary.json").is_file()
 
 

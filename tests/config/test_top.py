@@ -181,7 +181,7 @@ class Full:
         return False
 
 
-def test_progress_that_cannot_be_shown_ends_no_run(monkeypatch, caplog, tmp_path):
+def test_progress_that_cannot_be_shown_ends_no_run(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stdout", Full())
     part = {"plugin": "any"}
     config = RunConfig(
@@ -190,7 +190,7 @@ def test_progress_that_cannot_be_shown_ends_no_run(monkeypatch, caplog, tmp_path
         workflow={"steps": 1, "groups_per_step": 1, "group_size": 1},
     )
     progress = Progress(config)
-    progress.starting(tmp_path, None)
-    progress.starting(tmp_path, None)
+    progress.starting(None)
+    progress.starting(None)
     assert len(caplog.messages) == 1
     assert "cannot be shown any more" in caplog.messages[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +41,7 @@ def load_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # a user's module may do anything
         raise ConfigError(
             f"function {function!r} cannot be loaded: {type(error).__name__}: {error}; "
-            f"its module must be importable from the folder where the command is started"
+            f"{_load_hint(module_name, name)}"
         ) from error
     if not callable(found):
         raise ConfigError(
@@ -47,6 +49,20 @@ def load_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
         )
     made: Callable[..., Any] = found
     return made
+
+
+def _load_hint(module_name: str, name: str) -> str:
+    """What to write instead."""
+    if module_name.endswith(".py"):
+        plain = module_name.removesuffix(".py").replace("/", ".").lstrip(".")
+        return f"a module is named without .py; did you mean '{plain}:{name}'?"
+    there = getattr(sys.modules.get(module_name), "__dict__", {})
+    names = [found for found in there if inspect.isfunction(there[found])]
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean '{module_name}:{near[0]}'?"
+    if names:
+        return f"the functions there are {', '.join(names)}"
+    return "its module must be importable from the folder where the command is started"
 
 
 def function_contract(stage: StageConfig) -> StageContract:

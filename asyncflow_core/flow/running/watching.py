@@ -174,7 +174,7 @@ class Watching:
     def status(self, state: str, error: str = "") -> Status:
         """The picture now."""
         flow, totals, workers = self._config.workflow, self._totals, self._seen()
-        # A run that has ended has no bottleneck, and nobody waits.
+        # In a run that has ended nobody waits; what held it up last says what to change next time.
         live = state == "running"
         last = totals.last
         return Status(

@@ -77,12 +77,7 @@ def most_tokens(options: RolloutOptions) -> int:
     try:
         config = json.loads((Path(options.model) / "config.json").read_text("utf-8"))
         limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ):  # said by `check_rollout`, or by who loads it
+    except (OSError, ValueError, TypeError, AttributeError):  # who loads the model says it
         limit = None
     limit = options.engine_args.get("max_position_embeddings", limit)
     return min(limit, MOST_DEFAULT_LENGTH) if isinstance(limit, int) else MOST_DEFAULT_LENGTH
