@@ -52,7 +52,7 @@ def run(config: str | None, overrides: Sequence[str], resume: str | None) -> Non
     runs/.
     """
     from asyncflow_core.cli.progress import Progress
-    from asyncflow_core.cli.runs import find_run
+    from asyncflow_core.cli.runs import find_run, how_to_go_on
     from asyncflow_core.config_source import parse_overrides
     from asyncflow_core.flow.flow import Flow
 
@@ -75,10 +75,13 @@ def run(config: str | None, overrides: Sequence[str], resume: str | None) -> Non
     try:
         for step in flow.run(on_start=lambda: progress.starting(flow.moved_to)):
             progress.step(step)
-    except ConfigError as error:
-        if flow.started:
-            raise _StartedError(error) from error
-        raise
+    except (Exception, KeyboardInterrupt) as error:
+        if not flow.started:
+            raise
+        failure = _StartedError(error) if isinstance(error, ConfigError) else error
+        for line in how_to_go_on(flow.folder):
+            failure.add_note(line)
+        raise failure from error.__cause__
     finally:
         progress.close()
     progress.finished(flow.summary, flow.folder)
@@ -225,6 +228,11 @@ def _output_failed(error: OSError) -> int:
     return 1
 
 
+def _say_notes(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        say(f"asyncflow: {note}")
+
+
 def _end_as_by_ctrl_c() -> None:
     """SIGTERM and the end of the terminal (SIGHUP) take every process and file along, too.
 
@@ -267,12 +275,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     except click.ClickException as error:
         error.show()
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:
         ended = "; every process of the run was ended" if command == "run" else ""
         say(f"asyncflow: interrupted{ended}")
+        _say_notes(error)
         return 130
     except (AsyncFlowError, _StartedError, OSError) as error:
-        return _failed(error, starts=command in ("run", "serve"))
+        status = _failed(error, starts=command in ("run", "serve"))
+        _say_notes(error)
+        return status
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     return 0

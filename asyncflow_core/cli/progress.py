@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asyncflow_core import metrics
 from asyncflow_core.cli.output import forget_output
+from asyncflow_core.cli.runs import shown
 from asyncflow_core.cli.words import clock
 from asyncflow_core.config import RunConfig
 from asyncflow_core.flow.running.results import StepResult, Summary
@@ -49,7 +50,7 @@ class Progress:
     def starting(self, moved_to: Path | None) -> None:
         """Say what is about to run, and where an earlier run of the name went."""
         if moved_to is not None:
-            self._print(f"an earlier run of this name was moved to {_shown(moved_to)}/")
+            self._print(f"an earlier run of this name was moved to {shown(moved_to)}/")
         flow, config = self._config.workflow, self._config
         resumed = f", resumed from step {self._first}" if self._resumed else ""
         self._print(
@@ -106,7 +107,7 @@ class Progress:
             )
         model = ", model/" if (folder / "model").exists() else ""
         self._print(
-            f"files: {_shown(folder)}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})"
+            f"files: {shown(folder)}/ (summary.json, metrics.jsonl, samples.jsonl, logs/{model})"
         )
         if summary.eval_before is not None and summary.eval_after is not None:
             evaluation = self._config.evaluation
@@ -117,8 +118,3 @@ class Progress:
             )
         elif self._config.evaluation is not None:
             self._print("held-out score: none, no held-out prompt was rewarded before and after")
-
-
-def _shown(folder: Path) -> Path:
-    """As a user types it."""
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

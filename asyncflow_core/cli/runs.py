@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncflow_core.errors import ConfigError
+from asyncflow_core.flow.running.resume import resumable
 
-__all__ = ["find_run"]
+__all__ = ["find_run", "how_to_go_on", "shown"]
 
 
 def find_run(run: str, *, file: str = "environment.json") -> Path:
@@ -26,3 +30,15 @@ def find_run(run: str, *, file: str = "environment.json") -> Path:
         f"there is no run {run!r}: neither {run}/{file} nor runs/{run}/{file} is there; give the "
         f"run's folder or its name, from the folder where it was started"
     )
+
+
+def shown(folder: Path) -> Path:
+    """A folder as a user types it."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def how_to_go_on(folder: Path) -> Iterator[str]:
+    """What to type to go on with a run that ended early; nothing where it has no checkpoint."""
+    with contextlib.suppress(ConfigError, OSError):
+        step = resumable(folder)
+        yield f"`asyncflow run --resume {shlex.quote(str(shown(folder)))}` goes on from step {step}"

@@ -160,6 +160,36 @@ def test_run_whose_start_is_refused_does_not_say_that_it_starts(asyncflow, write
     assert "nothing was started:\n  out: the run's folder" in done.stderr
 
 
+FAILS_LATER = """
+
+calls = []
+
+def later(response):
+    calls.append(response)
+    if len(calls) > 24:
+        raise KeyError("judge")
+    return 0.0
+"""
+
+
+def test_run_that_fails_says_how_to_go_on_where_there_is_a_checkpoint(asyncflow, write, folder):
+    with (folder / "my_reward.py").open("a") as file:
+        file.write(FAILS_LATER)
+    failing = ("stages.reward.function=my_reward:later", "workflow.steps=9", "rollout.options={}")
+    by_step = (*INLINE, *failing, "workflow.max_staleness=0")  # so that step 4 has row 25
+    done = asyncflow("run", write(), *by_step, "checkpoint.every=2")
+    assert done.returncode == 1
+    *_, said, how = done.stderr.splitlines()
+    assert "all 8 rewards of step 4 failed" in said
+    assert "(my_reward:later): KeyError: 'judge'" in said
+    assert how == "asyncflow: `asyncflow run --resume runs/mine` goes on from step 2"
+    done = asyncflow("run", "--resume", "runs/mine")
+    assert done.stdout.startswith("run mine, resumed from step 2: ")
+    done = asyncflow("run", write(), *by_step)
+    assert "all 8 rewards of step 4 failed" in done.stderr
+    assert "--resume" not in done.stderr
+
+
 def test_command_configuration_fault_after_the_start_does_not_say_nothing_was_started(
     asyncflow, write, folder, tmp_path
 ):

@@ -275,5 +275,5 @@ class LocalProcess(RunningProcess):
                 lines = deque(log, maxlen=_LAST_LINES)
         except OSError as error:
             return f"its log cannot be read: {error}"
-        text = "".join(f"    {line.rstrip()}\n" for line in lines)
+        text = "\n".join(f"    {line.rstrip()}" for line in lines)
         return f"last lines of {self._spec.log_path}:\n{text}" if text else "its log is empty"

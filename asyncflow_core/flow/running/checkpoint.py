@@ -151,8 +151,7 @@ class Checkpoints:
 
     def _not_written(self, part: Path, error: OSError) -> ServiceError:
         return ServiceError(
-            f"the checkpoint {str(part)!r} cannot be written: {error.strerror}; make room there, "
-            f"then `asyncflow run --resume {self.path.parent}` goes on from the one before it",
+            f"the checkpoint {str(part)!r} cannot be written: {error.strerror}; make room there",
             service="checkpoint",
         )
 

@@ -146,8 +146,7 @@ class RunFolder:
             yield
         except OSError as error:
             raise ServiceError(
-                f"{str(self.path / name)!r} cannot be written: {error.strerror}; make room there, "
-                f"then `asyncflow run --resume {self.path}` goes on from the newest checkpoint",
+                f"{str(self.path / name)!r} cannot be written: {error.strerror}; make room there",
                 service="recorder",
             ) from error
 
