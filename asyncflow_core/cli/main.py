@@ -278,7 +278,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt) as error:
         ended = "; every process of the run was ended" if command == "run" else ""
         say(f"asyncflow: interrupted{ended}")
-        _say_notes(error)
+        _say_notes(error.__cause__ or error)  # click puts its own in front
         return 130
     except (AsyncFlowError, _StartedError, OSError) as error:
         status = _failed(error, starts=command in ("run", "serve"))

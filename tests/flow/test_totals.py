@@ -25,7 +25,7 @@ def test_step_whose_rows_were_all_masked_counts_without_a_trained_one():
         tokens_too_stale=9,
     )
     seen = {Key(0, 0, 0, 0), Key(0, 0, 0, 1)}
-    totals = Totals(wall_s=1.0)
+    totals = Totals(wall_s=1.0, total_s=2.0)
     found = totals.add(report, Rewards(seen=seen, values=[0.0, 1.0], tokens=9))
     assert found[metrics.REWARD_MEAN] == 0.5
     assert found[metrics.STALENESS_MEAN] == 0.0
@@ -35,7 +35,8 @@ def test_step_whose_rows_were_all_masked_counts_without_a_trained_one():
         stages={},
         workflow={"steps": 1, "groups_per_step": 1, "group_size": 2},
     )
-    summary = totals.summary(config, {}, Tokens(), 1.0)
+    summary = totals.summary(config, {}, Tokens())
+    assert (summary.wall_s, summary.total_s) == (1.0, 2.0)
     assert (summary.rows_trained, summary.rows_masked) == (0, 2)
     assert summary.mean_staleness_trained == 0.0
     assert summary.tokens_wasted_by_reason == {}

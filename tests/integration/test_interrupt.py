@@ -18,6 +18,19 @@ async def test_signal_to_the_process_ends_everything(started, number):
     await run.ended(f"{number.name} to the process", status=130)
     assert "interrupted; every process of the run was ended" in run.output
     assert "Traceback" not in run.output
+    assert "--resume" not in run.output
+
+
+async def test_interrupt_of_a_run_with_a_checkpoint_says_how_to_go_on(started):
+    run = started(**LONG, checkpoint__every=2)
+    await run.at_step(3)
+    os.kill(run.process.pid, signal.SIGTERM)
+    await run.ended("SIGTERM with a checkpoint", status=130)
+    step = max(int(path.name) for path in (run.folder / "checkpoints").glob("[0-9]*"))
+    said = f"asyncflow: `asyncflow run --resume {run.folder}` goes on from step {step}\n"
+    assert run.output.endswith(
+        f"asyncflow: interrupted; every process of the run was ended\n{said}"
+    )
 
 
 async def test_ctrl_c_as_a_terminal_does_it_ends_everything(started):

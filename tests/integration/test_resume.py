@@ -116,9 +116,14 @@ def test_resume_counts_the_whole_run_and_evaluates_once_more(inline):
     changes = {"prompts__options__evaluation_share": 0.3, "checkpoint__every": 1}
     broken = Flow(**inline(**changes))
     stop_after(broken, 2)
+    newest = max((broken.folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    before = json.loads((newest / "record.json").read_text())["totals"]
     resumed = Flow.resume(broken.folder)
     list(resumed.run())
     summary = resumed.summary
+    assert 0 < before["wall_s"] < before["total_s"]
+    assert before["wall_s"] < summary.wall_s
+    assert summary.wall_s - before["wall_s"] < summary.total_s - before["total_s"]
     assert summary.steps == 4
     assert summary.rows_trained == summary.rows_put == 64
     assert summary.eval_before is not None

@@ -71,6 +71,7 @@ class Controller:
         fresh = Totals(staleness=Staleness(plan.config.workflow.bound))
         self._totals = folder.start.totals or fresh
         self._rows_kept = False
+        self._began = 0.0
         controls = self._processes.controls
         self._watching = Watching(plan.config, folder.path, self._totals, controls)
 
@@ -81,7 +82,8 @@ class Controller:
             PeerLostError: a process ended; its name, status and last log lines.
             AsyncFlowError: whatever else went wrong.
         """
-        start = time.perf_counter()
+        # As if the lives before had gone on without a break.
+        self._began = time.perf_counter() - self._totals.total_s
         async with AsyncExitStack() as stack:
             stack.callback(self._folder.close)
             stack.enter_context(self._watching.to_the_end())
@@ -93,11 +95,11 @@ class Controller:
             except BaseExceptionGroup as failures:
                 await self._raise_why(failures)
             stats = await store.stats()
+        self._totals.total_s = time.perf_counter() - self._began
         summary = self._totals.summary(
             self._config,
             dict(self._totals.rows_dropped + Counter(stats.rows_dropped)),
             self._watching.tokens(),
-            time.perf_counter() - start,
         )
         summary = replace(summary, restarts=dict(self._processes.restarts.count))
         self._folder.write_json("summary.json", asdict(summary))
@@ -124,7 +126,8 @@ class Controller:
         group.create_task(self._watching.run(store, waits, looking))
         await self._processes.start(group, stack, launcher, store, waits)
         parts = await self._connect(group, stack, store, waits)
-        await Steps(self._plan, self._folder, parts, self._totals, self._on_step).run(group)
+        steps = Steps(self._plan, self._folder, parts, self._totals, self._on_step, self._began)
+        await steps.run(group)
         await self._watching.last_look(store, waits)  # while everybody still answers
         if self._config.workflow.extra_groups:
             # Responses of stragglers that had ended, and were dropped before they were rewarded.

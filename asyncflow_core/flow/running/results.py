@@ -32,7 +32,8 @@ class Summary:
         eval_before, eval_after: share of held-out responses that were right; None without any.
         steps: completed.
         wall_s: from the first admitted prompt to the last update, seconds.
-        total_s: of the whole run, processes started and ended, seconds.
+        total_s: of the whole run, processes started and ended, seconds. Of a resumed run both add
+            up its lives, each up to the checkpoint from which the next went on.
         tokens_per_s: trained tokens, prompts included, over `wall_s`.
         max_staleness_allowed, max_staleness_trained, mean_staleness_trained: in versions.
         max_staleness_updates: in optimizer updates.

@@ -58,14 +58,16 @@ class Steps:
         parts: Parts,
         totals: Totals,
         on_step: Callable[[StepResult], None],
+        began: float,
     ) -> None:
-        """Take what is connected; `run` does everything."""
+        """Take what is connected; `run` does everything. `began`: the run, by the clock here."""
         self._plan, self._config = plan, plan.config
         self._overlaps_export, self._overlaps_fetch = plan.overlaps_export, plan.overlaps_fetch
         self._folder = folder
         self._parts = parts
         self._totals = totals
         self._on_step = on_step
+        self._began = began
         self._life, self._first = folder.start.life, folder.start.version
         self._saving = Saving(plan.config, folder, parts.trainer, parts.supply, parts.store, totals)
         self._evaluations = Evaluations(
@@ -145,7 +147,8 @@ class Steps:
     async def _count_time(self) -> None:
         """Bring what grows with the time up to now."""
         replicas = self._parts.replicas
-        self._totals.wall_s = time.perf_counter() - self._started
+        now = time.perf_counter()
+        self._totals.wall_s, self._totals.total_s = now - self._started, now - self._began
         busy_s, before = (await replicas.totals()).busy_s, self._busy_before
         self._totals.rollout_busy_s += (busy_s - before) / replicas.count
         self._busy_before = busy_s

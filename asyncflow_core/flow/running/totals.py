@@ -24,7 +24,9 @@ class Totals:
 
     Attributes:
         first_version: completed before this life of the run.
-        wall_s: of all steps. rollout_busy_s: of the engines meanwhile, mean over replicas.
+        wall_s: of all steps. total_s: of the whole run. Both are of all lives, of each up to where
+            the next one went on from.
+        rollout_busy_s: of the engines meanwhile, mean over replicas.
         rows_put, rows_evaluated: training rows and held-out rows that were put.
         tokens_generated, tokens_kept, tokens_lost: response tokens, of all replicas and lives, as
             far as they were asked; kept and lost by switches of weights.
@@ -55,6 +57,7 @@ class Totals:
     trainer_busy_s: float = 0.0
     reward_errors: int = 0
     wall_s: float = 0.0
+    total_s: float = 0.0
     rollout_busy_s: float = 0.0
     rows_put: int = 0
     rows_evaluated: int = 0
@@ -97,9 +100,7 @@ class Totals:
             **means.means(),
         }
 
-    def summary(
-        self, config: RunConfig, rows_dropped: dict[str, int], tokens: Tokens, total_s: float
-    ) -> Summary:
+    def summary(self, config: RunConfig, rows_dropped: dict[str, int], tokens: Tokens) -> Summary:
         """The finished run."""
         return Summary(
             name=config.name,
@@ -109,7 +110,7 @@ class Totals:
             eval_scores={str(version): score for version, score in self.scores.items()},
             steps=self.steps,
             wall_s=self.wall_s,
-            total_s=total_s,
+            total_s=self.total_s,
             tokens_per_s=self.tokens / self.wall_s,
             max_staleness_allowed=config.workflow.bound,
             max_staleness_trained=self.staleness_max,
