@@ -254,9 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Ctrl-C.
     """
     ready_streams()
-    if os.getcwd() not in sys.path and "" not in sys.path:
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        say("asyncflow: the folder where it is started was deleted; go to one that is there")
+        return 2
+    if here not in sys.path and "" not in sys.path:
         # Functions by module:name are found where the command is started, as with `python -m`.
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, here)
     status = _run(arguments)
     try:
         sys.stdout.flush()

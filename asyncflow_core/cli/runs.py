@@ -34,7 +34,10 @@ def find_run(run: str, *, file: str = "environment.json") -> Path:
 
 def shown(folder: Path) -> Path:
     """A folder as a user types it."""
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    try:
+        return folder.relative_to(Path.cwd())
+    except (ValueError, FileNotFoundError):  # it is not below; or that was deleted meanwhile
+        return folder
 
 
 def how_to_go_on(folder: Path) -> Iterator[str]:

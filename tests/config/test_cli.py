@@ -108,6 +108,14 @@ def test_command_without_standard_streams_does_its_work(asyncflow, write, folder
     assert (folder / "runs" / "mine" / "summary.json").is_file()
 
 
+def test_command_in_a_folder_that_was_deleted_says_so(asyncflow, write):
+    gone = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$0" "$@"')
+    for arguments in (["run", write()], ["--help"]):
+        done = asyncflow(*arguments, by=gone)
+        assert done.returncode == 2
+        assert done.stderr.startswith("asyncflow: the folder where it is started was deleted")
+
+
 def test_command_output_of_a_narrow_encoding_escapes_what_it_has_not(asyncflow, write):
     done = asyncflow("doctor", write(), "name=\u00e9", environment={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 2

@@ -82,7 +82,11 @@ class Choice:
         model = None if config is None else config.model
         if model and not os.path.isdir(model):
             self._no_model = model
-            self._fault(("model",), f"there is no directory {model!r}")
+            self._fault(
+                ("model",),
+                f"there is no directory {model!r}; give one of this machine that has a model's "
+                f"files, for nothing is downloaded by name",
+            )
         self._choose_all(tree)
 
     def _choose_all(self, tree: Mapping[str, Any]) -> None:
