@@ -178,7 +178,7 @@ def top(run: str, once: bool, as_json: bool) -> None:
 
     RUN is its folder, or its name below runs/. Shows queues, staleness, how busy each worker is,
     tokens wasted, who waits for whom, the bottleneck and which setting would help. Exit status 1
-    tells that the run failed.
+    tells that the run failed, or was killed.
     """
     from asyncflow_core.cli.top import top as show
 

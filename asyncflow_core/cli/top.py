@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncflow_core.cli.runs import find_run
+from asyncflow_core.cli.runs import find_run, how_to_go_on
 from asyncflow_core.cli.words import LIVE, WIDTH, clock, count, silence_s, wrapped
 from asyncflow_core.errors import DataError
 from asyncflow_core.flow.running.status import STATUS_FILE, Status, WorkerStatus
@@ -22,30 +23,34 @@ _WAITS = 8
 
 
 def top(run: str, *, once: bool, as_json: bool) -> int:
-    """Show a run until it ends or Ctrl-C; returns the exit status, 1 if it failed.
+    """Show a run until it ends or Ctrl-C; returns the exit status, 1 if it failed or was killed.
 
     Args:
         run: its folder, or its name below `runs/`.
         once: print once. Without a terminal that is what happens anyway.
-        as_json: print `status.json`, with the summary of a finished run beside it.
+        as_json: print `status.json`, with the summary of a finished run beside it, and whether its
+            process is gone without a word.
     """
     folder = find_run(run, file=STATUS_FILE)
     if as_json:
         status, summary = _read(folder)
-        print(json.dumps({**json.loads(status.to_json()), "summary": summary}))
-        return int(status.state == "failed")
+        gone = _gone(status, time.time())
+        print(json.dumps({**json.loads(status.to_json()), "summary": summary, "gone": gone}))
+        return int(gone or status.state == "failed")
     refreshing = sys.stdout.isatty() and not once
     while True:
         status, summary = _read(folder)
-        lines = list(picture(status, summary, now=time.time()))
+        gone = _gone(status, time.time())
+        lines = list(picture(status, summary, now=time.time(), gone=gone))
+        lines += how_to_go_on(folder) if gone else ()
         if refreshing:  # home, each line cleared to its end, then whatever was below
             fits = lines[: shutil.get_terminal_size().lines - 1]
             sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in fits) + "\x1b[J")
             sys.stdout.flush()
         else:
             print("\n".join(lines))
-        if not refreshing or status.state not in LIVE:
-            return int(status.state == "failed")
+        if gone or not refreshing or status.state not in LIVE:
+            return int(gone or status.state == "failed")
         time.sleep(status.every_s)
 
 
@@ -70,19 +75,38 @@ def _read(folder: Path) -> tuple[Status, dict[str, Any] | None]:
     return status, None
 
 
-def picture(status: Status, summary: Mapping[str, Any] | None, *, now: float) -> Iterator[str]:
-    """The lines that are shown; `now` in seconds since 1970."""
-    for line in _lines(status, summary, now):
+def _gone(status: Status, now: float) -> bool:
+    """Whether a run ended without a word, as by SIGKILL; only its own machine can tell."""
+    if not silence_s(status, now) or status.host != socket.gethostname():
+        return False
+    return not Path(f"/proc/{status.pid}").exists()
+
+
+def picture(
+    status: Status, summary: Mapping[str, Any] | None, *, now: float, gone: bool = False
+) -> Iterator[str]:
+    """The lines that are shown.
+
+    Args:
+        status: of the run.
+        summary: of a finished one.
+        now: seconds since 1970.
+        gone: whether its process is gone without a word.
+    """
+    for line in _lines(status, summary, now, gone):
         yield line[:WIDTH]
 
 
-def _lines(status: Status, summary: Mapping[str, Any] | None, now: float) -> Iterator[str]:
+def _lines(
+    status: Status, summary: Mapping[str, Any] | None, now: float, gone: bool
+) -> Iterator[str]:
     yield (
         f"run {status.run}: {status.state}, {status.preset}, step {status.version}/{status.steps}"
         f", {clock(status.elapsed_s)}, process {status.pid} on {status.host}"
     )
     if age_s := silence_s(status, now):
-        yield f"!! last heard {clock(age_s)} ago: the run's process is stopped or gone"
+        what = "gone, it was killed" if gone else "stopped or gone"
+        yield f"!! last heard {clock(age_s)} ago: the run's process is {what}"
     if status.error:
         yield from wrapped("!! ended by ", status.error.partition("\n")[0])
         yield "   its logs stand in the run's folder, in logs/"

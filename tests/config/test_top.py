@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
+import socket
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -97,6 +101,32 @@ def test_picture_of_a_run_that_went_silent_says_since_when():
     assert any("last heard 0:42 ago" in line for line in shown(now=1042.0))
     ended = dataclasses.replace(STATUS, state="finished")
     assert not any("last heard" in line for line in shown(ended, now=1042.0))
+
+
+def test_top_of_a_run_that_was_killed_has_status_1_and_how_to_go_on(tmp_path, capsys, monkeypatch):
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    folder = tmp_path / "runs" / "mine"
+    (folder / "checkpoints" / "2").mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    def killed(**changes):
+        silent = {"pid": done.pid, "host": socket.gethostname(), "time": time.time() - 42}
+        status = dataclasses.replace(STATUS, **{**silent, **changes})
+        (folder / "status.json").write_bytes(status.to_json())
+        return main(["top", "mine", "--once"]), capsys.readouterr().out
+
+    status, text = killed()
+    assert status == 1
+    assert "0:42 ago: the run's process is gone, it was killed" in text
+    assert text.endswith("`asyncflow run --resume runs/mine` goes on from step 2\n")
+    assert main(["top", "mine", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["gone"] is True
+    # What only that machine can tell, and what has only just begun to be silent.
+    for other in ({"host": "elsewhere"}, {"pid": os.getpid()}, {"time": time.time()}):
+        status, text = killed(**other)
+        assert (status, "gone, it" in text) == (0, False)
 
 
 def test_top_once_and_json_of_a_finished_run(tmp_path, capsys):
