@@ -5,6 +5,7 @@ They are built from a plugin's options and a `PartContext`; none of them sees th
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,7 +169,8 @@ def row_scorer(
     """A reward stage from a function on one row.
 
     Writes `reward` and `reward_error`: a score that raises, or is not a finite number, counts 0
-    and leaves its message there, so that it is counted and shown instead of ending the run.
+    and leaves its message there, with file and line of its own code, so that it is counted and
+    shown instead of ending the run.
 
     Args:
         score: called with `parameters` by name; `prompt` and `response` are text, any other name
@@ -187,10 +189,22 @@ def row_scorer(
                 errors.append(None)
             # A verifier's fault must not end the run, a task of its own that was cancelled neither.
             except (Exception, CancelledError) as error:  # noqa: BLE001
-                errors.append(f"{type(error).__name__}: {error}"[:300])
+                said = f"{type(error).__name__}: {error}"[:300]
+                errors.append(f"{said}{_place(error, score)}")
         return {"reward": rewards, "reward_error": Column.objects(errors)}
 
     return stage
+
+
+def _place(error: BaseException, function: Callable[..., Any]) -> str:
+    """File and line of a function's own code where it raised; empty where it has none."""
+    code = getattr(function, "__code__", None)
+    line, step = 0, error.__traceback__
+    while step is not None and code is not None:
+        if step.tb_frame.f_code.co_filename == code.co_filename:
+            line = step.tb_lineno
+        step = step.tb_next
+    return f" ({os.path.basename(code.co_filename)}:{line})" if code is not None and line else ""
 
 
 def _number(score: Any) -> float:

@@ -117,4 +117,5 @@ class Progress:
                 f"held-out {what}: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after"
             )
         elif self._config.evaluation is not None:
-            self._print("held-out score: none, no held-out prompt was rewarded before and after")
+            why = "was rewarded before and after" if summary.rows_evaluated else "is there"
+            self._print(f"held-out score: none, no held-out prompt {why}")

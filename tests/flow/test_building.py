@@ -1,6 +1,8 @@
 """What plugins and functions of strangers do when they are built or called, in words."""
 
 import asyncio
+import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -79,4 +81,23 @@ def test_reward_of_one_row_that_fails_counts_0_and_says_why(score, said):
     found = stage(Batch({"x": Column.objects([0, 1])}))
     assert found["reward"].tolist() == [0.5, 0.0]
     assert found["reward"].dtype == np.float32
-    assert list(found["reward_error"]) == [None, said]
+    none, why = found["reward_error"]
+    assert none is None
+    assert why.startswith(said)
+
+
+def test_reward_that_raises_is_told_by_the_line_of_its_own_code():
+    def score(x):
+        return json.loads(x)["score"]
+
+    line = score.__code__.co_firstlineno + 1
+    first, second = row_scorer(score, ("x",), None)(Batch({"x": Column.objects(["{", "{}"])}))[
+        "reward_error"
+    ]
+    assert first.startswith("JSONDecodeError: ")  # in the library, which is not shown
+    assert first.endswith(f" (test_building.py:{line})")
+    assert second == f"KeyError: 'score' (test_building.py:{line})"
+    (why,) = row_scorer(partial(score), ("x",), None)(Batch({"x": Column.objects(["{}"])}))[
+        "reward_error"
+    ]
+    assert why == "KeyError: 'score'"

@@ -232,10 +232,10 @@ class Processes:
             often = f"{name} was started again {refusal} (watchdog.restarts) and died once more: "
             raise _ended(service, end, often if limits.limit else "")
         _log.warning(
-            "%s%s; its %d rows go to others and it is started again (restart %d)",
+            "%s%s; %sit is started again (restart %d)",
             service.stuck or end.words.partition(";")[0],
             ", in a call that did not return" if of_rows else "",
-            rows,
+            f"its {rows} rows go to others and " if rows else "",
             limits.count[name],
         )
 
