@@ -278,7 +278,10 @@ def _no_section(model: type[BaseModel], loc: tuple[str | int, ...], value: Any) 
     if "plugin" in fields:
         name = value if isinstance(value, str) else "NAME"
         return f"a section is a mapping that names its plugin, as {{plugin: {name}}}"
-    return f"a section is a mapping with keys of {', '.join(sorted(fields))}"
+    parent = _model_at(model, loc[:-1])
+    field = parent.model_fields.get(str(loc[-1])) if parent and loc else None
+    off = ", or null for none" if field and type(None) in get_args(field.annotation) else ""
+    return f"a section is a mapping with keys of {', '.join(sorted(fields))}{off}"
 
 
 def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...], at: Path_) -> str:

@@ -123,6 +123,8 @@ OVERRIDES = [
         "name=2026-11-30",
         "override: name: YAML takes it for the date 2026-11-30; put it in quotes",
     ),
+    ("evaluation=false", "limit, samples, share, success, or null for none, got False"),
+    ("checkpoint=false", "a section is a mapping with keys of every, keep, resume, got False"),
     ("steps=1", "override: steps: unknown key here; did you mean 'workflow.steps'?"),
     ("workflow.seed=1", "override: workflow.seed: unknown key here; did you mean 'seed'?"),
     ("rollout.top_p=1", "unknown key here; did you mean 'rollout.sampling.top_p'?"),

@@ -210,7 +210,7 @@ class LocalProcess(RunningProcess):
                     raise PeerLostError((await self.ended()).words, service=self.name) from error
                 raise ServiceTimeoutError(
                     f"{self.name} did not answer within {self._options.start_timeout_s:g} s of its "
-                    f"start; {self._last_lines()}",
+                    f"start (launcher.options.start_timeout_s); {self._last_lines()}",
                     service=self.name,
                 ) from error
         finally:
