@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncflow_core.errors import AsyncFlowError
-from asyncflow_core.registry import PluginEntry, Registry
+from asyncflow_core.registry import Plugin, PluginEntry, Registry
 
 __all__ = ["show_plugins"]
 
@@ -48,16 +48,23 @@ def _state(registry: Registry, entry: PluginEntry, offers: int, *, load: bool) -
         plugin = registry.get(entry.kind, entry.name)
     except AsyncFlowError as error:
         return "broken", str(error)
-    return "loaded", _capabilities(plugin.capabilities)
+    return "loaded", _capabilities(plugin)
 
 
-def _capabilities(record: Any) -> str:
+def _capabilities(plugin: Plugin) -> str:
+    record: Any = plugin.capabilities
+    parts, when = [], ""
+    if callable(record):
+        when = "by default: "
+        try:
+            record = record(plugin.options.model_construct())
+        except Exception:  # noqa: BLE001 - options that have no default may be asked for
+            return "depend on the options"
     if not dataclasses.is_dataclass(record) or isinstance(record, type):
-        return "depend on the options" if callable(record) else ""
-    parts = []
+        return ""
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if isinstance(value, frozenset | tuple):
             value = "+".join(sorted(map(str, value)))
         parts.append(f"{field.name}={value}")
-    return ", ".join(parts)
+    return when + ", ".join(parts)

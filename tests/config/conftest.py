@@ -73,6 +73,7 @@ def asyncflow_register(registrar):
         registrar.add(kind, name, dict, api_version=1, capabilities=able, **more)
 
     add("rollout", "plain", RolloutCapabilities())
+    add("rollout", "asks", lambda options: RolloutCapabilities(max_tokens=options.not_there))
     add("rollout", "short", RolloutCapabilities(max_tokens=64))
     add("rollout", "by_path", RolloutCapabilities(weight_sources=frozenset({"path"})))
     add("trainer", "torchish", TrainerCapabilities(max_world_size=2))
@@ -95,7 +96,7 @@ NAMES = (
         "rollout.short",
         "rollout.by_path",
         "rollout.no_record",
-        "rollout.bad_check",
+        *("rollout.bad_check", "rollout.asks"),
     ),
     *("trainer.torchish", "loss.torchish", "loss.entropy", "loss.reference"),
     *("weight_sync.made_up", "stage.made_up", "stage.again", "stage.circle"),

@@ -249,6 +249,8 @@ def test_plugins_narrow_terminal_cuts_nothing_and_says_the_cause_whole(asyncflow
     listed, loaded = asyncflow("plugins"), asyncflow("plugins", "--load")
     assert "\u2026" not in listed.stdout + loaded.stdout  # rich's ellipsis
     assert "rollout      broken" in loaded.stdout
+    assert "\ntrainer.tabular: by default: loss_arrays=numpy, " in loaded.stdout
+    assert "\nrollout.asks: depend on the options\n" in loaded.stdout
     assert "rollout plugin 'broken' of af-broken 1.0 failed on import of" in loaded.stdout
     assert "No module named 'this_module_is_not_there'" in loaded.stdout
     assert (listed.returncode, loaded.returncode) == (0, 1)

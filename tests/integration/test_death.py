@@ -80,3 +80,16 @@ async def test_child_killed_while_others_load_ends_the_run(started, name):
     run.named(name).send_signal(signal.SIGKILL)
     await run.ended(f"kill -9 of {name} while others load", status=1)
     assert f"peer_lost: {name} was killed by signal 9 (SIGKILL)" in run.output
+
+
+async def test_child_that_does_not_come_up_ends_the_run_by_the_deadline_it_missed(started):
+    run = started(
+        rollout__plugin="misbehave",
+        rollout__options={"at_open": "load"},
+        launcher__options={"start_timeout_s": 4},
+    )
+    await run.with_process("rollout-0")
+    await run.until(lambda: run.process.poll() is not None)
+    assert run.process.returncode == 1
+    said = "-0 did not answer within 4 s of its start (launcher.options.start_timeout_s); "
+    assert said in run.output  # on a busy machine another one may be the first
