@@ -40,6 +40,13 @@ def write_prompts(path, letters):
     return path
 
 
+async def test_on_start_of_a_stream_comes_before_the_first_step(inline):
+    flow, seen = af.Flow(**inline(workflow__steps=1)), []
+    async for step in flow.stream(on_start=lambda: seen.append(flow.folder.is_dir())):
+        assert (seen, step.version) == ([True], 1)
+    assert seen == [True]
+
+
 def test_on_start_that_raises_ends_the_run_and_leaves_the_name(inline):
     def refuse():
         raise ZeroDivisionError
