@@ -318,7 +318,13 @@ class Worker:
         self._hold(-len(left))
 
     async def _work_on(self, lease: Lease, left: dict[int, RowInfo]) -> None:
-        batch = await read_rows(self._store, lease, self._columns)
+        try:
+            batch = await read_rows(self._store, lease, self._columns)
+        except LeaseLostError as error:
+            # Nothing was done yet that is lost. With policies that drop groups this comes by the
+            # hundred; what drops counts it, and says so where it is no policy's.
+            _log.info("%s: %s; nothing was done with them", self._requester, error)
+            return
         # Closed here and now, so that an engine stops work on rows that went to others.
         async with contextlib.aclosing(self._work(lease, batch)) as parts:
             async for part in parts:
