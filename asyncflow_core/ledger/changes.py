@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from asyncflow_core.batch import GroupKey
-from asyncflow_core.errors import ConfigError, DataError
+from asyncflow_core.errors import ConfigError, DataError, InvariantError
 from asyncflow_core.ledger.blocks import BLOCK_ROWS, Block, View
 from asyncflow_core.ledger.credit import Credit
 from asyncflow_core.ledger.drops import DropLog
@@ -119,7 +120,7 @@ class Changes:
         while not budget.full and (window := self._window(task, version, policy.window)):
             before = len(picks)
             try:
-                order = list(policy.order(window, requester=requester, holders=task.holders))
+                order = _ordered(policy, window, requester, task)
             except Exception:  # of a plugin: no row is lost by it
                 self._put_back(task, window)
                 for block, view, _ in reversed(picks):
@@ -231,6 +232,22 @@ class Changes:
         if not block.alive:
             del self._blocks[block.number]
             self._index.remove(block)
+
+
+def _ordered(
+    policy: LeasePolicy, window: Sequence[Candidate], requester: str, task: Task
+) -> list[Candidate]:
+    """Some of the candidates, in the policy's order; nothing it is given can be changed by it."""
+    given, holders = tuple(window), MappingProxyType(task.holders)
+    order = list(policy.order(given, requester=requester, holders=holders))
+    known = set(map(id, given))
+    for one in order:
+        if id(one) not in known:
+            raise InvariantError(
+                f"the lease policy {type(policy).__name__} gave {one!r:.60} back, which is none of "
+                f"its {len(given)} candidates; it puts them in order"
+            )
+    return order
 
 
 class Intake:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -54,11 +55,8 @@ class DropLog:
             self._groups.append(DroppedGroup(serial, GroupKey(*key), batch, partition, reason))
             self.last_serial = serial
 
-    def after(self, serial: int) -> tuple[DroppedGroup, ...]:
-        """The logged groups above a serial, in order; costs what it returns."""
-        newer = []
-        for drop in reversed(self._groups):
-            if drop.serial <= serial:
-                break
-            newer.append(drop)
-        return tuple(reversed(newer))
+    def after(self, serial: int, most: int | None = None) -> tuple[DroppedGroup, ...]:
+        """The logged groups above a serial, in order: the first `most` of them."""
+        newer = max(0, self.last_serial - serial)  # serials have no gaps
+        found = list(itertools.islice(reversed(self._groups), newer))
+        return tuple(reversed(found))[:most]

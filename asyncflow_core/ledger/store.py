@@ -473,8 +473,11 @@ class Ledger(Changes):
         effects, self._effects = self._effects, Effects()
         return effects
 
-    def stats(self, *, drops_after: int = 0) -> StoreStats:
-        """All that the ledger knows of `StoreStats`: not the payload's bytes, not who waits."""
+    def stats(self, *, drops_after: int = 0, most_drops: int | None = None) -> StoreStats:
+        """All that the ledger knows of `StoreStats`: not the payload's bytes, not who waits.
+
+        Of the dropped groups the first `most_drops`, for shells that tell them in parts.
+        """
         return StoreStats(
             rows=self._rows_put - self._rows_freed,
             rows_by_partition=dict(self._living),
@@ -485,6 +488,6 @@ class Ledger(Changes):
             rows_put=self._rows_put,
             rows_freed=self._rows_freed,
             rows_dropped=dict(self._drops.rows),
-            dropped_groups=self._drops.after(drops_after),
+            dropped_groups=self._drops.after(drops_after, most_drops),
             tasks=self._tasks.stats(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import zmq
@@ -9,6 +10,7 @@ import zmq
 from asyncflow_core.errors import (
     AsyncFlowError,
     BackpressureError,
+    ConfigError,
     PeerLostError,
     ServiceClosedError,
     WireDecodeError,
@@ -21,7 +23,7 @@ from asyncflow_core.wire.addresses import split_key
 from asyncflow_core.wire.keys import KeyPair
 from asyncflow_core.wire.limits import Limits
 
-__all__ = ["WATCHED", "Link"]
+__all__ = ["WATCHED", "Link", "check_timeout"]
 
 WATCHED = int(
     zmq.EVENT_DISCONNECTED
@@ -32,6 +34,16 @@ WATCHED = int(
 """Events of a connection that end it."""
 
 _FOR_EVER_S = 86400.0
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Refuse a deadline that a server cuts its sender off for, with all its other calls.
+
+    Raises:
+        ConfigError: it is negative or not a number.
+    """
+    if seconds is not None and (math.isnan(seconds) or seconds < 0):
+        raise ConfigError(f"a call's timeout_s is 0 or above, or None for none, got {seconds}")
 
 
 class Link:

@@ -20,7 +20,7 @@ from asyncflow_core.errors import (
 )
 from asyncflow_core.wire import _protocol as p
 from asyncflow_core.wire._gate import encrypt_client
-from asyncflow_core.wire._link import WATCHED, Link
+from asyncflow_core.wire._link import WATCHED, Link, check_timeout
 from asyncflow_core.wire._socket import COPY_BELOW, Heartbeat, new_socket
 from asyncflow_core.wire._typed import builder
 from asyncflow_core.wire.addresses import check_path, check_reach
@@ -152,16 +152,17 @@ class BlockingClient:
         try:
             return self.wait(number, returns=returns, timeout_s=late_s)
         except ServiceTimeoutError:
-            self._forget(number)
+            self.forget(number)
             raise
 
-    def _forget(self, number: int) -> None:
-        """Nobody waits for a call any more: its answer would be kept for good."""
+    def forget(self, number: int) -> None:
+        """Nobody waits for a call any more: its handler is cancelled, its answer not kept."""
         if number in self._waiting:
             self._waiting.discard(number)
             self._results.pop(number, None)
-            with contextlib.suppress(BackpressureError):
-                self._send([p.CANCEL, number])
+            if self._sock is not None and self._link.lost is None:
+                with contextlib.suppress(BackpressureError):
+                    self._send([p.CANCEL, number])
 
     def send(
         self, method: str, arguments: Mapping[str, Any], *, timeout_s: float | None = None
@@ -177,8 +178,9 @@ class BlockingClient:
             AsyncFlowError: as `Client.call`.
         """
         self._check_usable()
-        number = next(self._numbers)
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        check_timeout(deadline_s)
+        number = next(self._numbers)
         self._send([p.CALL, number, method, deadline_s, arguments])
         self._waiting.add(number)
         return number
@@ -253,7 +255,7 @@ class BlockingClient:
         return True
 
     def _slice_ms(self, deadline: float) -> int:
-        return min(_LOOK_MS, max(0, round((deadline - time.monotonic()) * 1000)))
+        return round(min(_LOOK_MS, max(0.0, (deadline - time.monotonic()) * 1000)))
 
     def _check_server(self) -> None:
         """Whether the connection ended."""

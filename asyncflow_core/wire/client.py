@@ -21,7 +21,7 @@ from asyncflow_core.errors import (
 )
 from asyncflow_core.wire import _protocol as p
 from asyncflow_core.wire._gate import encrypt_client
-from asyncflow_core.wire._link import WATCHED, Link
+from asyncflow_core.wire._link import WATCHED, Link, check_timeout
 from asyncflow_core.wire._socket import Heartbeat, LoopSocket, new_socket
 from asyncflow_core.wire._typed import builder
 from asyncflow_core.wire.addresses import check_path, check_reach
@@ -207,9 +207,11 @@ class Client:
             ServiceClosedError: the client is not open.
             WireDecodeError: the result is not of type `returns`.
             DataError: the arguments cannot be sent.
+            ConfigError: the deadline is negative or not a number.
         """
         self._check_usable()
         timeout_s = self._timeout_s if timeout_s == DEFAULT_TIMEOUT else timeout_s
+        check_timeout(timeout_s)
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
         self._send([p.CALL, number, method, timeout_s, arguments])
@@ -255,6 +257,7 @@ class Client:
         """
         self._check_usable()
         timeout_s = self._timeout_s if timeout_s == DEFAULT_TIMEOUT else timeout_s
+        check_timeout(timeout_s)
         number = next(self._numbers)
         self._send([p.STREAM, number, method, timeout_s, arguments, window])
         state = self._streams[number] = _Stream()

@@ -343,7 +343,7 @@ class _Remote:
         if spec.wait_s is _MISSING or timeout_s is None:
             return timeout_s
         wait_s = arguments.get("wait_s", spec.wait_s)
-        return None if wait_s is None else float(wait_s) + timeout_s
+        return None if wait_s is None else max(0.0, float(wait_s)) + timeout_s
 
     async def _call(self, spec: _Spec, arguments: dict[str, Any]) -> Any:
         self._check_open()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import pytest
 
 from asyncflow_core.batch import GroupKey
+from asyncflow_core.errors import InvariantError
 from asyncflow_core.ledger import Admission, Ledger
 from asyncflow_core.services.data_store import TaskSpec
 
@@ -109,3 +113,56 @@ def test_order_that_raises_loses_no_row(good):
     stats = ledger.stats().tasks["train"]
     assert (stats.ready, stats.leased) == (6, 0)
     assert leased(ledger) == [0, 1, 2, 3, 4, 5]
+
+
+def none(_candidates):
+    return [None]
+
+
+def of_another_ledger(candidates):
+    return [copy.copy(candidates[0])]
+
+
+def taken_apart(candidates):
+    return [candidates.pop() for _ in range(len(candidates))]
+
+
+def no_list(_candidates):
+    return None
+
+
+def failing(candidates):
+    yield candidates[1]
+    raise ZeroDivisionError
+
+
+def none_of_them(_candidates):
+    return []
+
+
+def the_first_twice(candidates):
+    return [candidates[0], candidates[0]]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [none, of_another_ledger, taken_apart, no_list, failing, none_of_them, the_first_twice],
+)
+def test_policy_that_misbehaves_costs_no_row_its_place(order):
+    class Policy:
+        window = 64
+
+        def order(self, candidates, *, requester, holders):
+            with pytest.raises((TypeError, AttributeError)):
+                holders.clear()
+            return order(candidates)
+
+    ledger = Ledger(capacity_rows=10, capacity_bytes=0, policies={"bad": Policy()})
+    ledger.register(TaskSpec("train", ("response_ids",)))
+    for sequence in range(4):
+        ledger.put(GroupKey(0, 0, sequence), Admission(("response_ids",)))
+    found = []
+    with contextlib.suppress(InvariantError, AttributeError, TypeError, ZeroDivisionError):
+        lease = ledger.lease(0.0, "train", requester="a", limit_rows=2, policy="bad")
+        found = [info.key.sequence for info in lease.rows] if lease else []
+    assert found + leased(ledger) == [0, 1, 2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -112,6 +113,18 @@ async def test_call_past_its_deadline_cancels_the_handler_and_keeps_nothing(serv
             return it._waiting, it._results
 
     assert await on_thread(run) == (set(), {})
+
+
+@pytest.mark.parametrize("timeout_s", [-5.0, -math.inf, math.nan])
+async def test_deadline_that_is_none_is_refused_here_and_other_calls_go_on(server, timeout_s):
+    def run():
+        with client(server) as it:
+            number = it.send("it.echo", {"value": 2})
+            with pytest.raises(ConfigError, match="timeout_s"):
+                it.call("it.echo", {"value": 1}, timeout_s=timeout_s)
+            return it.wait(number), it.call("it.echo", {"value": 3}, timeout_s=math.inf)
+
+    assert await on_thread(run) == (2, 3)
 
 
 async def test_call_waits_as_long_as_its_own_deadline_says(server):

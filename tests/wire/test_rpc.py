@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,20 @@ async def test_deadline_ends_the_call_here_and_the_handler_there(
     with pytest.raises(ServiceTimeoutError, match=r"bench\.wait: no answer|no result within 0\.05"):
         await client.call("bench.wait", {}, timeout_s=0.05)
     await asyncio.wait_for(bench.ended.wait(), 10)
+
+
+@pytest.mark.parametrize("timeout_s", [-5.0, -math.inf, math.nan])
+async def test_deadline_that_is_none_is_refused_here_and_other_calls_go_on(
+    client: Client, bench: Bench, timeout_s: float
+) -> None:
+    waiting = asyncio.create_task(client.call("bench.wait", {}, timeout_s=0.2))
+    with pytest.raises(ConfigError, match="timeout_s"):
+        await client.call("bench.echo", {"value": 1}, timeout_s=timeout_s)
+    with pytest.raises(ConfigError, match="timeout_s"):
+        await anext(client.stream("bench.count", {"items": 3}, timeout_s=timeout_s))
+    with pytest.raises(ServiceTimeoutError):  # and not cut off with it
+        await waiting
+    assert await client.call("bench.echo", {"value": 1}) == 1
 
 
 async def test_server_keeps_the_deadline_of_a_client_that_does_not(

@@ -113,7 +113,7 @@ class Hostile:
 
     def _value(self, value: Any) -> Any:
         match value:
-            case str() if value.startswith("$"):
+            case str() if value in self._names:
                 return self._names[value]
             case list():
                 return [self._value(entry) for entry in value]

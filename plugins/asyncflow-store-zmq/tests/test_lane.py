@@ -250,3 +250,31 @@ async def test_clients_without_a_descriptor_to_let_them_in_wait_and_cost_little(
             await loop.sock_sendall(sock, b"".join(framed(encode([WIRE_VERSION, TOKEN, "raw"]))))
             assert await asyncio.wait_for(loop.sock_recv(sock, 100), 30.0)
             sock.close()
+
+
+async def test_call_cut_off_as_it_was_sent_ends_its_connection(store):
+    token = store.attach_options()["token"]
+    client = LaneClient(lane_of(store.address), name="x", token=token)
+    client.open()
+
+    class Cut:
+        """A socket whose user is interrupted when half of a message has left."""
+
+        def __init__(self, sock):
+            self.sock = sock
+
+        def sendmsg(self, parts):
+            return self.sock.send(b"".join(parts)[:20])
+
+        def sendall(self, _rest):
+            raise KeyboardInterrupt
+
+        def close(self):
+            self.sock.close()
+
+    client._sock = Cut(client._sock)
+    with pytest.raises(KeyboardInterrupt):
+        client.send("store.stats", {"m": [0, 0.0]})
+    with pytest.raises(PeerLostError, match="cut off"):  # and no call is put together with its half
+        client.send("store.stats", {"m": [0, 0.0]})
+    assert (await store.stats()).rows == 0

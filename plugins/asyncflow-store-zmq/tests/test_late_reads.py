@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from hypothesis import strategies as st
 from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey
 from asyncflow_core.errors import LeaseLostError
 from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_store_zmq import arena as arena_module
 from asyncflow_store_zmq import extents
 from asyncflow_store_zmq.arena import UNIT, Arena
-from asyncflow_store_zmq.controller import Controller
 from asyncflow_store_zmq.options import ZmqOptions
+from asyncflow_store_zmq.shards import Shards
 from asyncflow_store_zmq.store import ZmqDataStore
 
 TASK = TaskSpec("train", ("x",))
@@ -32,6 +35,25 @@ def keys(source, rows):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 9000), st.integers(1, 20_000))
 def test_hole_is_zeros_and_what_lies_around_it_stays(tmp_path_factory, start, nbytes):
+    check_hole(tmp_path_factory, start, nbytes)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 9000), st.integers(1, 20_000))
+def test_hole_is_zeros_where_the_file_system_makes_none(tmp_path_factory, start, nbytes):
+    class Deaf:
+        """The system's library, on ramfs or some network file systems."""
+
+        def fallocate(self, *_):
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena_module, "_libc", Deaf())
+        check_hole(tmp_path_factory, start, nbytes)
+
+
+def check_hole(tmp_path_factory, start, nbytes):
     arena = Arena(tmp_path_factory.mktemp("arena") / "a", create=True)
     arena.reserve(UNIT, 32_768)
     memory = arena.data[UNIT : UNIT + 32_768]
@@ -96,13 +118,13 @@ async def test_memory_is_kept_until_the_disk_knows_that_its_rows_are_done(
 ):
     free = asyncio.Event()
     free.set()
-    sync = Controller._sync_shards
+    sync = Shards.sync
 
     async def slow(self):
         await free.wait()
         await sync(self)
 
-    monkeypatch.setattr(Controller, "_sync_shards", slow)
+    monkeypatch.setattr(Shards, "sync", slow)
     async with (
         serve(durability="fsync", capacity_rows=20_000) as options,
         ZmqDataStore(ZmqOptions(**options)) as store,

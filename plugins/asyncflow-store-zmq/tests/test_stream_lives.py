@@ -135,6 +135,67 @@ async def test_reader_cancelled_at_any_step_still_reads_its_total(store, prefetc
     assert set(found) == {(13, 20)}
 
 
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_reader_cancelled_at_any_turn_of_the_loop_keeps_what_it_asked_for(serve, tcp):
+    async with serve(tcp=tcp) as options, ZmqDataStore(ZmqOptions(**options)) as store:
+        await store.register(SCORE)
+        for turns in range(24):
+            await store.put(groups(0, 8), keys=keys(100 * turns, 8))
+            reader = store.reader(
+                "score", ["x"], requester="r", limit_rows=2, total_rows=8, prefetch_rows=4
+            )
+            held, over = [], False
+
+            async def step(reader=reader, held=held):
+                if not held:
+                    held.append(await anext(reader, None))
+                if held[0] is not None:
+                    await reader.commit(held[0], rewards(held[0]))
+                return held.pop() is None
+
+            while not over:
+                begun = asyncio.create_task(step())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                begun.cancel()
+                await asyncio.wait((begun,))
+                over = await asyncio.wait_for(step(), 30)
+            await reader.aclose()
+            task = (await store.stats()).tasks["score"]
+            assert (task.committed, task.leased) == (8 * (turns + 1), 0), turns
+
+
+async def test_reader_that_another_of_its_name_hurried_waits_on(store):
+    await store.register(SCORE)
+    one = store.reader("score", ["x"], requester="r", limit_rows=1, wait_s=3600.0)
+    waiting = asyncio.create_task(anext(one))
+    await eventually(lambda: store._connection._clients[-1]._calls)
+    await store._opened.run(store._opened.session.hurry("score", "r"))
+    await store.put(groups(9, 1), keys=keys(9, 1))
+    item = await asyncio.wait_for(waiting, 30)  # and not None, which would be its end
+    assert item.batch["x"].array.tolist() == [9]
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_writer_cancelled_at_any_turn_of_the_loop_forgets_no_put_under_way(serve, tcp):
+    async with serve(tcp=tcp) as options, ZmqDataStore(ZmqOptions(**options)) as store:
+        await store.register(SCORE)
+        number = 0
+        for turns in range(12):
+            writer = store.writer(in_flight=1)
+            for _ in range(4):
+                put = asyncio.create_task(writer.put(groups(number, 1), keys=keys(number, 1)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                put.cancel()
+                await asyncio.wait((put,))
+                await writer.put(groups(number, 1), keys=keys(number, 1))
+                number += 1
+            result = await asyncio.wait_for(writer.flush(), 30)
+            assert result.stored == 4, turns
+        assert (await store.stats()).rows == number
+
+
 async def test_waiting_for_an_answer_that_was_begun_ends_and_may_be_tried_again(store, monkeypatch):
     await store.register(SCORE)
     reader = store.reader("score", ["x"], requester="r", limit_rows=1, wait_s=1.0)

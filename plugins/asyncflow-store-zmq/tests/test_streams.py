@@ -359,3 +359,34 @@ async def test_reader_whose_answers_come_late_forgets_no_commit_they_carry(use):
     assert seen == list(range(20))
     assert late
     assert (stats.rows, stats.tasks["log"].committed, stats.tasks["log"].leased) == (0, 20, 0)
+
+
+async def test_flush_tells_of_commits_though_nothing_is_ready_and_the_reader_goes_on(use):
+    def run(store):
+        store.register(LOG)
+        store.put(prompts(1), keys=keys(0, 1))
+        reader = store.reader("log", ["prompt_ids"], requester="r", limit_rows=4, wait_s=3600.0)
+        reader.commit(next(reader))
+        reader.flush()  # or it would take the hour
+        assert store.stats().rows == 0
+        store.put(prompts(2), keys=keys(1, 2))
+        reader.commit(next(reader))
+        reader.close()
+        return store.stats().tasks["log"].committed
+
+    assert await asyncio.wait_for(use(run), 60) == 3
+
+
+async def test_call_that_was_given_up_leaves_nothing_behind(use, monkeypatch):
+    def run(store):
+        store.register(LOG)
+        with monkeypatch.context() as patch:
+            patch.setattr("asyncflow_store_zmq.connection._TIMEOUT_S", -1.2)
+            for _ in range(3):
+                with pytest.raises(ServiceTimeoutError):
+                    store.lease("log", requester="a", wait_s=0.25)
+        assert store.lease("log", requester="a", wait_s=0.3) is None  # late answers came meanwhile
+        client = store._connection._clients[-1]
+        return client._waiting, client._results
+
+    assert await use(run) == (set(), {})

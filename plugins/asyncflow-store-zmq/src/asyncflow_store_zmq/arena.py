@@ -121,7 +121,10 @@ class Arena:
             self._fd, _PUNCH_HOLE, ctypes.c_long(first), ctypes.c_long(last - first)
         ):
             number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(self.path))
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(number, os.strerror(number), str(self.path))
+            for position in range(first, last, UNIT):  # a file system that keeps its pages
+                os.pwrite(self._fd, bytes(min(UNIT, last - position)), position)
 
     def sync(self) -> None:
         """Wait until all bytes are on the disk."""

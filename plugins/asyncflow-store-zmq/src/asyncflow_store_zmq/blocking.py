@@ -26,6 +26,7 @@ from asyncflow_store_zmq.connection import (
     came_too_late,
     not_awaited,
 )
+from asyncflow_store_zmq.forks import FORKED, watch
 from asyncflow_store_zmq.memory import Steps, StreamSteps
 from asyncflow_store_zmq.reader import HandoutStream
 from asyncflow_store_zmq.session import Session
@@ -68,12 +69,20 @@ class BlockingStore:
         self._reconnect_s = reconnect_s
         self._connection: BlockingConnection | None = None
         self._kept: list[Kept] = []
+        self._left: BlockingConnection | None = None  # to the process that forked this one
 
     def open(self) -> None:
         """Connect."""
         connection = self._new_connection()
         connection.open()
         self._connection = connection
+        watch(self)
+
+    def forked(self) -> None:
+        """Be of no use in a child; see `forks.py`."""
+        if self._connection is not None:
+            self._connection.forked()
+        self._left, self._connection = self._connection, None
 
     def _new_connection(self) -> BlockingConnection:
         return BlockingConnection(
@@ -145,6 +154,8 @@ class BlockingStore:
     @property
     def _opened(self) -> BlockingConnection:
         if self._connection is None:
+            if self._left is not None:
+                raise ServiceClosedError(FORKED)
             raise ServiceClosedError(
                 "the data store is not open; use it between open() and close()"
             )

@@ -20,7 +20,7 @@ from asyncflow_core.errors import WireDecodeError
 from asyncflow_core.services.data_store import Order
 from asyncflow_store_zmq.places import MAX_ENTRIES
 
-__all__ = ["check_call"]
+__all__ = ["MAX_DROPS", "check_call"]
 
 Form = Callable[[Any], bool]
 
@@ -31,6 +31,8 @@ _MAX_LAYOUT = 1 << 20
 MAX_TOKENS = 1 << 24
 """Of a row, brought by one call; a row's tokens are kept in 32 bits."""
 _MAX_VERSION = (1 << 31) - 1
+MAX_DROPS = 4096
+"""Dropped groups that one answer of `stats` tells; a client asks for those after them."""
 _ORDERS = frozenset(order.value for order in Order)
 # Source, epoch, sequence and sample of a key, as `Key.pack` holds them; a sequence as int64 does.
 _KEY_LIMITS = (0xFFFF, 0xFFFFFFFF, _LIMIT, 0xFFFF)

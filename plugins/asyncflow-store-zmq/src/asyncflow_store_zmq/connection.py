@@ -119,12 +119,8 @@ class Connection:
         if isinstance(step, Begin):
             begun = asyncio.create_task(self.call(step.call._replace(wait_s=None)))
             begun.add_done_callback(_see)
-            try:
-                await asyncio.sleep(0)  # until it is on its way
-            except asyncio.CancelledError:
-                begun.cancel()  # nobody has its handle
-                raise
-            return begun
+            step.note(begun)
+            return await asyncio.sleep(0)  # until it is on its way
         wait_s = step.call.wait_s
         timeout_s = None if wait_s is None else wait_s + _TIMEOUT_S
         await asyncio.wait((step.handle,), timeout=timeout_s)  # which leaves it under way
@@ -214,9 +210,14 @@ class BlockingConnection:
 
     def _do(self, step: Call | Begin | Await) -> Any:
         if isinstance(step, Call):
-            return self.wait(self.send(step, _deadline_s(step)), step)
+            number = self.send(step, _deadline_s(step))
+            try:
+                return self.wait(number, step)
+            except BaseException:
+                self._clients[step.shard].forget(number)
+                raise
         if isinstance(step, Begin):
-            return self.send(step.call, _FOREVER_S)
+            return step.note(self.send(step.call, _FOREVER_S))
         return self.wait(step.handle, step.call)
 
     def send(self, call: Call, timeout_s: float) -> int:
@@ -236,6 +237,12 @@ class BlockingConnection:
             if client.under_way(number):
                 raise NoAnswerError(str(error), service=error.service) from error
             raise
+
+    def forked(self) -> None:
+        """Let go of what keeps the lane open beyond the life of the process that opened it."""
+        for client in self._clients:
+            if isinstance(client, LaneClient):
+                client.close()
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

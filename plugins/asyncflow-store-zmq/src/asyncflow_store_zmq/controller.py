@@ -8,34 +8,33 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from asyncflow_core.batch import BatchRef, Key
 from asyncflow_core.errors import (
     AsyncFlowError,
-    PeerLostError,
+    BackpressureError,
     ServiceTimeoutError,
 )
 from asyncflow_core.ledger import Admission, LeasePolicy
 from asyncflow_core.services.data_store import Order, TaskSpec
-from asyncflow_core.wire import Client, Method, Peer, Server
-from asyncflow_store_zmq.arena import Arena
+from asyncflow_core.wire import Method, Peer, Server
+from asyncflow_store_zmq.announced import Announced
 from asyncflow_store_zmq.calls import check_call
 from asyncflow_store_zmq.durable import Durable, first_lease
-from asyncflow_store_zmq.extents import Segment
 from asyncflow_store_zmq.handouts import Handouts, Later
 from asyncflow_store_zmq.incoming import Incoming
 from asyncflow_store_zmq.lane import lane_of
 from asyncflow_store_zmq.lane_server import LaneServer
 from asyncflow_store_zmq.packed import facts_of, keys_of, load_rows
 from asyncflow_store_zmq.payload import Handout, Written
+from asyncflow_store_zmq.producers import Producers
 from asyncflow_store_zmq.pulse import Pulse
+from asyncflow_store_zmq.registrations import Registrations
 from asyncflow_store_zmq.shard import message
+from asyncflow_store_zmq.shards import Shards
 from asyncflow_store_zmq.spec import StoreSpec
 from asyncflow_store_zmq.table import Table
 from asyncflow_store_zmq.unwritten import drop_unwritten
@@ -44,8 +43,6 @@ __all__ = ["Controller"]
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0
-_SHARD_S = 30.0
-_AGAIN_S = 0.1
 _METHODS = (
     "hello", "register", "end", "put", "lend", "lease", "find", "missing", "commit", "turn",
     "renew", "release", "evict", "drop", "stats", "layout", "memory", "checkpoint", "restore",
@@ -64,26 +61,23 @@ class Controller:
         """Prepare; `open` connects to the shards."""
         self._spec = spec
         self._clock = clock
-        self._arenas: list[Arena] = []
-        self._shards: list[Client] = []
-        self._addresses: list[str] = []
+        self._shards = Shards(spec)
         self._table = Table(
             capacity_rows=spec.capacity_rows,
             capacity_bytes=spec.capacity_bytes,
             max_staleness=spec.max_staleness,
             max_gap_s=spec.max_gap_s,
-            raise_generation=self._raise_generation,
+            raise_generation=self._shards.raise_generation,
             first_lease=first_lease(spec),
             policies=_policies(spec.lease_policies),
         )
         self._handouts = Handouts(
             self._try_lease, self._give_back, self._table.ledger.ready_rows, lambda: self._follow()
         )
-        self._room, self._drops, self._announced = Pulse(), Pulse(), Pulse()
-        self._weights: list[Any] = [-1, None]  # the newest version that was announced
-        self._turn = asyncio.Lock()  # producers wait in line; the first one waits for room
-        self._waiting_puts = 0
-        self._registrations: dict[str, tuple[TaskSpec, Peer]] = {}
+        self._producers = Producers(self._table.advance_put, lambda: self._follow())
+        self._drops = Pulse()
+        self._announced = Announced()
+        self._registrations = Registrations()
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._ticker: asyncio.Task[None] | None = None
@@ -96,11 +90,9 @@ class Controller:
         for address in self._spec.shard_addresses:
             await self._add_shard(address)
         if self._spec.durability != "none":
-            self._durable = Durable(self._spec, self._table, self._arenas, self._sync_shards)
+            self._durable = Durable(self._spec, self._table, self._shards.arenas, self._shards.sync)
             self._durable.open()
-            nobody = Peer(b"", "", alive=False)  # whoever registers an equal task takes it over
-            for task in self._table.tasks():
-                self._registrations[secrets.token_hex(8)] = task, nobody
+            self._registrations.again(self._table.tasks())
         self._ticker = asyncio.create_task(self._tick())
         path = lane_of(self._spec.address)
         if path is not None:
@@ -117,47 +109,15 @@ class Controller:
             self._timer.cancel()
         if self._durable is not None:
             await self._durable.aclose()
-        for client in self._shards:
-            await client.aclose()
+        await self._shards.aclose()
 
     async def _add_shard(self, address: str) -> None:
-        client = await self._connect(address)
-        arena = Arena(self._spec.arena(len(self._arenas)))
-        self._shards.append(client)
-        self._addresses.append(address)
-        self._arenas.append(arena)
+        await self._shards.add(address)
         self._table.pool.add_shard()
-
-    async def _connect(self, address: str) -> Client:
-        """To a shard, which may be dying at this moment, or come up."""
-        spec = self._spec
-        deadline = asyncio.get_running_loop().time() + _SHARD_S
-        while True:
-            client = Client(address, name="controller", token=spec.token, keys=spec.key_pair())
-            try:
-                await client.open()
-            except PeerLostError:
-                if asyncio.get_running_loop().time() >= deadline:
-                    raise
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                return client
 
     def add_shard(self, m: list[Any], peer: Peer) -> Any:
         """[address]: one more shard, the next in number, answers there."""
         return self._add_shard(str(m[0]))
-
-    async def _sync_shards(self) -> None:
-        await asyncio.gather(*map(self._sync_shard, range(len(self._shards))))
-
-    async def _sync_shard(self, number: int) -> None:
-        try:
-            await self._shards[number].call("shard.sync", {"m": []})
-        except PeerLostError:
-            # Its memory is a file that outlives it, and its process is started again.
-            await self._shards[number].aclose()
-            self._shards[number] = await self._connect(self._addresses[number])
-            await self._sync_shard(number)
 
     def expose(self, server: Server) -> None:
         """Offer the methods."""
@@ -185,8 +145,8 @@ class Controller:
 
     def hello(self, m: list[Any], peer: Peer) -> list[Any]:
         """Where a client's memory is, and a first extent."""
-        paths = [str(self._spec.arena(number)) for number in range(len(self._arenas))]
-        return [paths, self._addresses, sorted(self._table.ledger.policies)]
+        paths = [str(arena.path) for arena in self._shards.arenas]
+        return [paths, self._shards.addresses, sorted(self._table.ledger.policies)]
 
     def register(self, m: list[Any], peer: Peer) -> str:
         """[name, reads, writes, whole_groups, partitions, order, batch_groups] -> handle."""
@@ -194,20 +154,17 @@ class Controller:
         spec = TaskSpec(
             name, tuple(reads), tuple(writes), whole, tuple(partitions), Order(order), batch_groups
         )
-        for handle, (task, owner) in self._registrations.items():
-            if owner.name in ("", peer.name) and not owner.alive and task == spec:
-                self._registrations[handle] = spec, peer
-                return handle
-        self._table.register(spec)
-        handle = secrets.token_hex(8)
-        self._registrations[handle] = spec, peer
+        handle = self._registrations.take_over(spec, peer)
+        if handle is None:
+            self._table.register(spec)
+            handle = self._registrations.add(spec, peer)
         return handle
 
     def end(self, m: list[Any], peer: Peer) -> None:
         """[handle]."""
-        held = self._registrations.pop(m[0], None)
-        if held is not None:
-            self._table.leave(held[0].name, self._clock())
+        task = self._registrations.end(m[0])
+        if task is not None:
+            self._table.leave(task.name, self._clock())
 
     def put(self, m: list[Any], peer: Peer) -> Any:
         """[written, keys, tokens, oldest, samples, batch, partition, row_bytes, wait_s, memory]."""
@@ -223,32 +180,24 @@ class Controller:
         )
         try:
             lent = self._memory(memory, peer)
+            if self._producers.turn.locked() or not self._table.advance_put(put):
+                return self._wait_put(put, wait_s, lent, peer)
         except AsyncFlowError:
             self._table.end_put(put, self._clock())
             raise
-        if self._turn.locked() or not self._table.advance_put(put):
-            return self._wait_put(put, wait_s, lent, peer)
         self._table.end_put(put, self._clock())
         return [put.stored, len(put.keys) - put.stored, lent]
 
     async def _wait_put(
         self, put: Incoming, wait_s: float | None, lent: Any, peer: Peer
     ) -> list[Any]:
-        self._waiting_puts += 1
         try:
-            async with asyncio.timeout(wait_s), self._turn:
-                while not self._table.advance_put(put):
-                    self._follow()
-                    await self._room.wait(None)
-        except TimeoutError:
+            await self._producers.wait(put, wait_s)
+        except ServiceTimeoutError:
             if lent is not None and peer.alive:  # its client does not hear of it
                 self._memory([[lent[:2]], 0], peer)
-            raise ServiceTimeoutError(
-                f"put waited {wait_s} s for room; {put.stored} of {len(put.keys)} groups are "
-                f"stored; put the same groups again, stored ones are skipped"
-            ) from None
+            raise
         finally:
-            self._waiting_puts -= 1
             self._table.end_put(put, self._clock())
             self._follow()
         return [put.stored, len(put.keys) - put.stored, lent]
@@ -259,16 +208,18 @@ class Controller:
         return self._lend(peer, m[0])
 
     def _memory(self, m: list[Any], peer: Peer) -> list[int] | None:
-        """[sealed extents, bytes wanted]: take some back, lend another."""
+        """[sealed extents, bytes wanted]: take some back, lend another ahead, if there is any."""
         sealed, wanted = m
         for shard, slot in sealed:
             self._table.pool.seal(self._table.pool.find(peer, shard, slot, slot << 20, 0))
-        return self._lend(peer, wanted) if wanted else None
+        try:
+            return self._lend(peer, wanted) if wanted else None
+        except BackpressureError:  # what it came with is done; who needs memory now asks by `lend`
+            return None
 
     def _lend(self, peer: Peer, nbytes: int) -> list[int]:
         extent = self._table.pool.lend(peer, nbytes)
-        arena = self._arenas[extent.shard]
-        arena.top = max(arena.top, extent.slot + extent.units)
+        self._shards.lent(extent)
         return [extent.shard, extent.slot, extent.nbytes]
 
     def lease(self, m: list[Any], peer: Peer) -> Any:
@@ -313,11 +264,7 @@ class Controller:
     def missing(self, m: list[Any], peer: Peer) -> int:
         """[lease, fence, rows]: what its holder could not read is dropped, if it is not there."""
         ref = BatchRef(m[0], m[1], load_rows(m[2]))
-        return drop_unwritten(self._table, self._clock(), ref, self._is_there)
-
-    def _is_there(self, segment: Segment) -> bool:
-        extent = segment.extent
-        return self._arenas[extent.shard].holds(segment.start, extent.slot, segment.generation)
+        return drop_unwritten(self._table, self._clock(), ref, self._shards.has)
 
     def commit(self, m: list[Any], peer: Peer) -> Any:
         """[lease, fence, rows, written, tokens, oldest, version, memory] -> counts and memory."""
@@ -388,7 +335,7 @@ class Controller:
         return dataclasses.replace(
             self._table.stats(drops_after),
             bytes=self._table.pool.nbytes,
-            waiting_puts=self._waiting_puts,
+            waiting_puts=self._producers.waiting,
         )
 
     def checkpoint(self, m: list[Any], peer: Peer) -> None:
@@ -403,19 +350,13 @@ class Controller:
 
     def notify(self, m: list[Any], peer: Peer) -> None:
         """[version, note]: new weights are there; the note is for who waits."""
-        self._weights = [int(m[0]), m[1]]
-        self._announced.fire()
+        self._announced.announce(int(m[0]), m[1])
 
     def weights(self, m: list[Any], peer: Peer) -> Any:
         """[after, wait_s] -> [version, note] of weights newer than `after`, or None."""
-        return self._weights if self._weights[0] > m[0] else self._wait_weights(*m)
-
-    async def _wait_weights(self, after: int, wait_s: float) -> list[Any] | None:
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while self._weights[0] <= after:
-            if not await self._announced.wait(deadline):
-                return None
-        return self._weights
+        after, wait_s = m
+        last = self._announced.last
+        return last if last[0] > after else self._announced.newer(after, wait_s)
 
     def layout(self, m: list[Any], peer: Peer) -> bytes:
         """[number]."""
@@ -423,14 +364,9 @@ class Controller:
 
     def memory(self, m: list[Any], peer: Peer) -> int:
         """[]: bytes the arenas take."""
-        return sum(arena.allocated() for arena in self._arenas)
+        return self._shards.allocated()
 
     # Following up
-
-    def _raise_generation(self, shard: int, slot: int) -> int:
-        generations = self._arenas[shard].generations
-        generations[slot] += np.uint32(1)
-        return int(generations[slot])
 
     def _follow(self) -> None:
         """Wake who can go on, set the timer, give memory back."""
@@ -439,19 +375,14 @@ class Controller:
             self._handouts.serve(table.ready.pop())
         if table.room:
             table.room = False
-            self._room.fire()
+            self._producers.room()
         if table.dropped:
             table.dropped = False
             self._drops.fire()
         if table.pool.holes:
-            self._punch()
+            self._shards.punch(table.pool.holes)
+            table.pool.holes.clear()
         self._set_timer()
-
-    def _punch(self) -> None:
-        # Here and not in the shard: a hole must be there before its memory is lent again.
-        for hole in self._table.pool.holes:
-            self._arenas[hole.shard].punch(hole.start, hole.nbytes)
-        self._table.pool.holes.clear()
 
     def _set_timer(self) -> None:
         deadline = self._table.ledger.next_deadline()

@@ -27,7 +27,7 @@ from asyncflow_core.batch import Key
 from asyncflow_core.errors import DataError
 from asyncflow_core.ledger import Admission, Claim
 from asyncflow_core.services.data_store import Order, TaskSpec
-from asyncflow_store_zmq import snapshot
+from asyncflow_store_zmq import retold, snapshot
 
 if TYPE_CHECKING:
     from asyncflow_store_zmq.incoming import Incoming
@@ -170,7 +170,8 @@ class Replay:
         columns, *rest = admission
         segment = self._segment_at(place)
         admitted = Admission(tuple(columns), *rest)
-        self.table.put_again(
+        retold.put_again(
+            self.table,
             segment,
             np.frombuffer(keys, "<i8").reshape(-1, 3),
             admitted,
@@ -198,7 +199,8 @@ class Replay:
                 rows.append(row)
                 found.append(position)
         brought, ages, written = unpack(tokens), unpack(oldest), unpack(entries)
-        self.table.commit_again(
+        retold.commit_again(
+            self.table,
             name,
             rows,
             segment,

@@ -46,8 +46,10 @@ def key_runs(keys: NDArray[np.int64]) -> Iterator[tuple[int, GroupKey, int]]:
     if len(keys) == 1:
         yield 0, GroupKey(*keys[0].tolist()), 1
         return
+    if not len(keys):
+        return
     breaks = np.flatnonzero((keys[1:] - keys[:-1] != _NEXT).any(axis=1)) + 1
-    starts = [0, *breaks.tolist()] if len(keys) else []
+    starts = [0, *breaks.tolist()]
     ends = [*starts[1:], len(keys)]
     for start, end, key in zip(starts, ends, keys[starts].tolist(), strict=True):
         yield start, GroupKey(*key), end - start

@@ -123,6 +123,11 @@ class LaneClient:
             raise value
         return value
 
+    def forget(self, number: int) -> None:
+        """Nobody waits for a call any more: its answer, which may come yet, is not kept."""
+        self._waiting.discard(number)
+        self._results.pop(number, None)
+
     def under_way(self, number: int) -> bool:
         """Whether a call's result may still be waited for."""
         return number in self._waiting
@@ -175,6 +180,10 @@ class LaneClient:
                 sock.sendall(memoryview(b"".join(parts))[sent:])
         except OSError as error:
             self._lose(f"the store at {self._path} is gone: {error}")
+        except BaseException:  # of a signal: half of the message may have left
+            self._lost = f"a call to the store at {self._path} was cut off as it was sent"
+            self.close()
+            raise
 
     def _usable(self) -> socket.socket:
         if self._lost:

@@ -36,6 +36,7 @@ _STARTS = struct.Struct("<qq")
 _LARGE = 1 << 16
 """Bytes of a segment that nobody should keep for one small column of it."""
 _MAX_AXES, _MAX_AXIS = 8, 1 << 40
+_LEAVES = frozenset((type(None), bool, int, float, str, bytes))
 
 
 class ColumnLayout(NamedTuple):
@@ -95,10 +96,12 @@ class Layout:
             DataError: these bytes are no layout.
         """
         try:
-            columns = tuple(map(_column, msgpack.unpackb(data)))
+            layout = cls(tuple(map(_column, msgpack.unpackb(data))))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise DataError(f"a layout of {len(data)} bytes cannot be read: {error}") from error
-        return cls(columns)
+        if len(layout.positions) < len(layout.columns):
+            raise DataError(f"a layout of {len(data)} bytes names a column twice")
+        return layout
 
 
 def _column(fields: Any) -> ColumnLayout:
@@ -142,7 +145,8 @@ def pack(batch: Batch) -> Packed:
     """Lay out a batch. Nothing is copied but object columns, which are encoded.
 
     Raises:
-        DataError: an object column holds what no message can hold.
+        DataError: a column that nobody could read as it was: objects that no message can hold,
+            offsets that do not rise within its values, an element type without a name of its own.
     """
     starts = [0] * (2 * len(batch))
     parts: list[tuple[int, NDArray[Any]]] = []
@@ -158,7 +162,7 @@ def pack(batch: Batch) -> Packed:
             kind = "dense"
         else:
             kind = "ragged"
-            values, offsets = _from_zero(values, offsets)
+            values, offsets = _from_zero(name, values, offsets)
         columns.append((name, kind, values.dtype, values.shape[1:]))
         if offsets is not None:
             starts[at + 1] = end
@@ -178,26 +182,49 @@ def pack(batch: Batch) -> Packed:
 @lru_cache(256)
 def _layout(columns: tuple[tuple[Any, ...], ...]) -> Layout:
     """One object for equal ones: most batches have the columns of the last."""
-    return Layout(
+    for name, _, dtype, _ in columns:
+        if np.dtype(dtype.str) != dtype:
+            raise DataError(
+                f"column {name!r} has the dtype {dtype}, which cannot be stored; allowed are plain "
+                f"numbers and text: put a record's fields into columns of their own, and bfloat16 "
+                f"in as uint16"
+            )
+    layout = Layout(
         tuple([ColumnLayout(name, kind, dtype.str, tail) for name, kind, dtype, tail in columns])
     )
+    try:
+        layout.dump()
+    except ValueError as error:
+        names = [name for name, *_ in columns]
+        raise DataError(f"columns of the names {names} cannot be stored: {error}") from error
+    return layout
 
 
 def _from_zero(
-    values: NDArray[Any], offsets: NDArray[np.int64]
+    name: str, values: NDArray[Any], offsets: NDArray[np.int64]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Only the values of its rows, and offsets from 0."""
     if offsets.dtype != _INT64:
         offsets = offsets.astype(np.int64)
-    first = offsets.item(0)
-    return (values[first : offsets.item(-1)], offsets - first) if first else (values, offsets)
+    first, last = offsets.item(0), offsets.item(-1)
+    if not 0 <= first <= last <= len(values) or (
+        len(offsets) > 2 and (offsets[1:] < offsets[:-1]).any()
+    ):
+        raise DataError(
+            f"column {name!r} has offsets from {first} to {last} for {len(values)} values; they "
+            f"rise, row by row, within them"
+        )
+    return (values[first:last], offsets - first) if first else (values, offsets)
 
 
 def _objects(name: str, entries: Sequence[Any]) -> tuple[Bytes, NDArray[np.int64]]:
     packer = msgpack.Packer(default=_plain)
     try:
         packed = [packer.pack(entry) for entry in entries]
-    except (ValueError, TypeError, OverflowError) as error:
+        for entry, data in zip(entries, packed, strict=True):
+            if type(entry) not in _LEAVES:  # it may hold what packs and cannot be read, as a key
+                msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise DataError(f"column {name!r} holds an object that cannot be stored: {error}") from (
             error
         )

@@ -7,7 +7,7 @@ else goes through the shards' sockets as raw frames. Methods are generators of `
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +24,8 @@ from asyncflow_store_zmq.places import MAX_ENTRIES, entry_of
 from asyncflow_store_zmq.slabs import Slabs
 
 _RESERVED_BYTES = 1 << 16
+_ROWS_A_MESSAGE = 4096
+"""Asked of a shard at a time: each may be a run of its own, which its message describes."""
 
 __all__ = [
     "Await",
@@ -53,9 +55,16 @@ class Call(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Send a call and go on; its handle is for `Await`. Nothing but its answer ends it."""
+    """Send a call and go on. Nothing but its answer ends it.
+
+    Attributes:
+        call: to make.
+        note: is told the handle for `Await` once it is under way: whatever cuts these steps off
+            then, somebody knows of it.
+    """
 
     call: Call
+    note: Callable[[Any], None]
 
 
 class Await(NamedTuple):
@@ -329,16 +338,19 @@ class FrameMemory:
             shards.setdefault(wanted.segments[entry_of(place)[0]][1], []).append(position)
         parts: dict[str, list[Column]] = {name: [] for name in names}
         for shard, positions in shards.items():
-            runs = []
-            for number, first, last, repeat in pieces_of(places[positions]):
-                _, _, slot, start, nbytes, rows, layout, generation = wanted.segments[number]
-                place = [slot, generation, start, nbytes, layouts[layout].dump(), rows]
-                runs.append([*place, first, last, repeat])
-            reply = yield Call("shard.take", [runs, names], None, shard)
-            if reply is None:
-                raise lost_rows()
-            for name, (kind, values, offsets) in zip(names, reply, strict=True):
-                parts[name].append(finish(kind, values, offsets))
+            for at in range(0, len(positions), _ROWS_A_MESSAGE):
+                runs = []
+                for number, first, last, repeat in pieces_of(
+                    places[positions[at : at + _ROWS_A_MESSAGE]]
+                ):
+                    _, _, slot, start, nbytes, rows, layout, generation = wanted.segments[number]
+                    place = [slot, generation, start, nbytes, layouts[layout].dump(), rows]
+                    runs.append([*place, first, last, repeat])
+                reply = yield Call("shard.take", [runs, names], None, shard)
+                if reply is None:
+                    raise lost_rows()
+                for name, (kind, values, offsets) in zip(names, reply, strict=True):
+                    parts[name].append(finish(kind, values, offsets))
         order = np.argsort(np.concatenate([*map(np.asarray, shards.values())]))
         return {
             name: columns[0] if len(columns) == 1 else Column.concat(columns).take(order)

@@ -19,12 +19,15 @@ from asyncflow_store_zmq.extents import Extent, ExtentPool, Segment
 from asyncflow_store_zmq.layout import ColumnLayout, Layout
 from asyncflow_store_zmq.places import ENTRY_BITS, HEAD, NOWHERE, place_of
 
-__all__ = ["FACTS", "SEGMENT", "Handout", "Payload", "Written", "lines_of"]
+__all__ = ["FACTS", "SEGMENT", "Bulk", "Handout", "Payload", "Written", "lines_of"]
 
 FACTS = 8
 """Lines of a hand-out's matrix before the places: row, key (4), batch, tokens, oldest version."""
 SEGMENT = struct.Struct("<8q")
 """A segment of a hand-out."""
+Bulk = bytes | NDArray[np.uint8]
+"""Numbers in a message: inside its header, or, when they are many, in a frame of their own."""
+_FRAME_BYTES = 1 << 20
 _MAX_PLANS = 1024
 _MAX_LAYOUTS = 4096
 
@@ -51,7 +54,7 @@ class Handout(NamedTuple):
 
     Attributes:
         lease_id: of the lease.
-        lines: of `rows`, as bytes.
+        lines: of `rows`.
         sources: for each of the last lines, the columns of the store that lie there.
         segments: for each of them number, shard, slot, start, nbytes, rows, layout, generation.
         extra: columns among the sources that the task does not read: to check what it writes.
@@ -59,9 +62,9 @@ class Handout(NamedTuple):
     """
 
     lease_id: int
-    lines: bytes
+    lines: Bulk
     sources: list[list[str]]
-    segments: bytes
+    segments: Bulk
     extra: list[str]
     whole: bool
 
@@ -71,7 +74,7 @@ class Handout(NamedTuple):
         return lines_of(self.lines, self.sources)
 
 
-def lines_of(data: bytes, sources: Sequence[list[str]]) -> NDArray[np.int64]:
+def lines_of(data: Bulk, sources: Sequence[list[str]]) -> NDArray[np.int64]:
     """`Handout.rows` of its lines."""
     return np.frombuffer(data, np.int64).reshape(FACTS + len(sources), -1)
 
@@ -121,16 +124,20 @@ class Payload:
         return self._layouts[number].dump()
 
     def agree(self, layout: Layout) -> None:
-        """Fix the form of new columns; `DataError` when one differs from its earlier rows."""
+        """Fix the form of new columns; `DataError` when one differs from its earlier rows.
+
+        For rows that nothing keeps out any more: those that are refused have no say in it.
+        """
         if id(layout) in self._agreed:  # of one of `_layouts`, which stay
             return
         for column in layout.columns:
-            known = self._columns.setdefault(column.name, column)
+            known = self._columns.get(column.name, column)
             if known != column:
                 raise DataError(
                     f"column {column.name!r} is {column}, but earlier rows are {known}; "
                     f"a column has one layout"
                 )
+        self._columns.update((column.name, column) for column in layout.columns)
         self._agreed.add(id(layout))
 
     def plan(self, partition: str, tasks: Iterable[TaskSpec]) -> int:
@@ -325,7 +332,7 @@ class Payload:
                     used.add(places[1] >> ENTRY_BITS)
         data = b"".join(lines)
         table = b"".join([self._segment_fields(number) for number in used])
-        return Handout(lease_id, data, list(sources.values()), table, extra, whole)
+        return Handout(lease_id, _bulk(data), list(sources.values()), _bulk(table), extra, whole)
 
     def _segment_fields(self, number: int) -> bytes:
         s = self._segments[number]
@@ -368,6 +375,10 @@ class Payload:
 
 def _kind(block: Block) -> tuple[int, tuple[str, ...]]:
     return block.place[0], block.admission.columns
+
+
+def _bulk(data: bytes) -> Bulk:
+    return data if len(data) < _FRAME_BYTES else np.frombuffer(data, np.uint8)
 
 
 def _nowhere(count: int) -> array[int]:

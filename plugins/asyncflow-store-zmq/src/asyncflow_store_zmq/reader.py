@@ -26,7 +26,7 @@ from asyncflow_core.errors import (
 from asyncflow_core.services.data_store import Lease, RowInfo
 from asyncflow_store_zmq.handed import Handed
 from asyncflow_store_zmq.memory import Await, Begin, Call, Lent, NoAnswerError, StreamSteps
-from asyncflow_store_zmq.session import Session
+from asyncflow_store_zmq.session import Session, seconds
 
 __all__ = ["HandoutStream", "MicroBatch", "cut"]
 
@@ -122,11 +122,17 @@ class HandoutStream:
             prefetch_rows: rows handed out ahead of the micro-batch at hand, but for 0 at least
                 another micro-batch. Others cannot have them; 0 is for several readers of few rows.
         """
-        if prefetch_rows < 0 or (limit_rows is not None and limit_rows < 1):
-            raise ConfigError(
-                f"a reader takes prefetch_rows >= 0 and limit_rows >= 1, got {prefetch_rows} and "
-                f"{limit_rows}"
-            )
+        least = {"prefetch_rows": 0, "limit_rows": 1, "limit_tokens": 1, "total_rows": 0}
+        given = {
+            "prefetch_rows": prefetch_rows,
+            "limit_rows": limit_rows,
+            "limit_tokens": limit_tokens,
+            "total_rows": total_rows,
+        }
+        wrong = {n: v for n, v in given.items() if v is not None and v < least[n]}
+        if wrong:
+            raise ConfigError(f"a reader's numbers are at least {least}, got {wrong}")
+        lease_s, wait_s = seconds("lease_s", lease_s), seconds("wait_s", wait_s)
         self.session = session
         self._columns = list(columns)
         self._limit_rows, self._limit_tokens = limit_rows, limit_tokens
@@ -159,7 +165,9 @@ class HandoutStream:
             yield from self._ask_ahead()
             if not self._asked:
                 break
-            if (yield from self._take()).lease is not None and not self._ready:
+            asked = yield from self._take()
+            late = time.monotonic() >= asked.start + self._how[7]  # else it was hurried
+            if asked.lease is not None and late and not self._ready:
                 break  # nothing was ready in time
         self._raise_failure()
         if not self._ready:
@@ -180,6 +188,9 @@ class HandoutStream:
         if self._done:
             yield from self._ask(0)
         yield from self._receive()
+        if any(asked.lease is not None for asked in self._asked):
+            # What waits for rows is answered with them, and so are the commits that it carries.
+            yield from self.session.hurry(self._how[0], self._how[1])
         while self._asked:
             yield from self._take()
         self._raise_failure()
@@ -188,8 +199,6 @@ class HandoutStream:
         """Flush, and give back what was handed out ahead."""
         self._left = 0
         try:
-            if any(asked.lease is not None for asked in self._asked):
-                yield from self.session.hurry(self._how[0], self._how[1])
             yield from self.flush()
         finally:
             while self._ready:
@@ -234,10 +243,13 @@ class HandoutStream:
             asking[3] = None if rows == math.inf else int(rows)
         call = Call("store.turn", [[message for message, _ in commits], asking], wait_s)
         start = time.monotonic()
-        handle = yield Begin(call)
-        self._done = []
-        self._wanted += (asking[3] or 0) if asking else 0
-        self._asked.append(_Asked(handle, call, commits, asking, start))
+
+        def note(handle: Any) -> None:
+            self._done = []
+            self._wanted += (asking[3] or 0) if asking else 0
+            self._asked.append(_Asked(handle, call, commits, asking, start))
+
+        yield Begin(call, note)
 
     def _take(self) -> StreamSteps:
         """Take the next answer -> what it answers."""

@@ -6,6 +6,7 @@ method's. `store.py` drives it on an event loop, `blocking.py` without one.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey, Key
-from asyncflow_core.errors import LeaseLostError
+from asyncflow_core.errors import ConfigError, LeaseLostError
 from asyncflow_core.schema import PER_TOKEN, validate
 from asyncflow_core.services.data_store import (
     CommitResult,
@@ -26,6 +27,7 @@ from asyncflow_core.services.data_store import (
     TaskSpec,
     TaskStats,
 )
+from asyncflow_store_zmq.calls import MAX_DROPS
 from asyncflow_store_zmq.handed import Handed
 from asyncflow_store_zmq.layout import Layout, pack
 from asyncflow_store_zmq.memory import (
@@ -39,12 +41,24 @@ from asyncflow_store_zmq.memory import (
     Wanted,
 )
 from asyncflow_store_zmq.packed import dump_keys, dump_lengths, dump_rows, load_rows
-from asyncflow_store_zmq.payload import FACTS, SEGMENT, lines_of
+from asyncflow_store_zmq.payload import FACTS, SEGMENT, Bulk, lines_of
 
-__all__ = ["Session"]
+__all__ = ["Session", "seconds"]
 
 _BY_RESPONSE = frozenset((*PER_TOKEN, "versions"))
 _REMEMBERED_LEASES = 1024
+_LONGEST_S = 1e9
+
+
+def seconds(name: str, value: float) -> float:
+    """How long to wait, or a lease to live, as the store takes it: from 0 to 30 years.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    if math.isnan(value):
+        raise ConfigError(f"{name} is a number of seconds, got {value}")
+    return min(max(0.0, value), _LONGEST_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +183,7 @@ class Session:
         wait_s: float | None,
     ) -> Steps:
         """-> PutResult; see `DataStore.put`."""
+        wait_s = None if wait_s is None else seconds("wait_s", wait_s)
         validate(groups, _Names(len(keys), lambda row: Key(*keys[row], 0)))
         rows = dump_keys(keys, 3)
         tokens, oldest = _facts(groups)
@@ -221,6 +236,7 @@ class Session:
         wait_s: float,
     ) -> Steps:
         """-> Lease or None; see `DataStore.lease`."""
+        lease_s, wait_s = seconds("lease_s", lease_s), seconds("wait_s", wait_s)
         asked = [task, requester, version, limit_rows, limit_tokens, policy, lease_s, wait_s]
         start = time.monotonic()
         reply = yield Call("store.lease", asked, wait_s)
@@ -241,12 +257,13 @@ class Session:
             self._leases.popitem(last=False)
         return handed
 
-    def _wanted(self, matrix: NDArray[np.int64], sources: list[list[str]], table: bytes) -> Steps:
-        segments = {fields[0]: fields for fields in SEGMENT.iter_unpack(table)}
+    def _wanted(self, matrix: NDArray[np.int64], sources: list[list[str]], table: Bulk) -> Steps:
+        data = table if isinstance(table, bytes) else table.data
+        segments = {fields[0]: fields for fields in SEGMENT.iter_unpack(data)}
         for fields in segments.values():
             if fields[6] not in self._layouts:
-                data = yield Call("store.layout", [fields[6]])
-                self._layouts[fields[6]] = Layout.load(data)
+                layout = yield Call("store.layout", [fields[6]])
+                self._layouts[fields[6]] = Layout.load(layout)
         places = [(names, matrix[FACTS + number]) for number, names in enumerate(sources)]
         return Wanted(matrix.shape[1], places, segments)
 
@@ -298,6 +315,7 @@ class Session:
 
     def renew(self, leases: Sequence[int], lease_s: float) -> Steps:
         """-> lost leases."""
+        lease_s = seconds("lease_s", lease_s)
         start = time.monotonic()
         lost = yield Call("store.renew", [list(leases), lease_s])
         for lease_id in set(leases) - set(lost):
@@ -339,7 +357,7 @@ class Session:
         """By the schema; per-token columns by the rows' own responses."""
         response: Column | None = None
         held = self._leases.get(ref.lease_id)
-        if "response_ids" not in writes and not writes.keys().isdisjoint(_BY_RESPONSE):
+        if ref.rows and "response_ids" not in writes and not writes.keys().isdisjoint(_BY_RESPONSE):
             response = yield from self._response(ref, held)
         if writes.rows != len(ref.rows):
             return  # the controller says so
@@ -391,6 +409,7 @@ class Session:
 
     def weights(self, after: int, wait_s: float) -> Steps:
         """-> (version, note) of newer weights, or None."""
+        wait_s = seconds("wait_s", wait_s)
         found = yield Call("store.weights", [after, wait_s], wait_s)
         return None if found is None else tuple(found)
 
@@ -404,8 +423,14 @@ class Session:
 
     def stats(self, drops_after: int, wait_s: float) -> Steps:
         """-> StoreStats."""
+        wait_s = seconds("wait_s", wait_s)
         plain = yield Call("store.stats", [drops_after, wait_s], wait_s)
-        dropped = [DroppedGroup(**fields) for fields in plain.pop("dropped_groups", ())]
+        some = plain.pop("dropped_groups", ())
+        dropped = [DroppedGroup(**fields) for fields in some]
+        while len(some) == MAX_DROPS:  # there are more than a message takes
+            more = yield Call("store.stats", [dropped[-1].serial, 0.0])
+            some = more.pop("dropped_groups", ())
+            dropped += [DroppedGroup(**fields) for fields in some]
         tasks = {name: TaskStats(**fields) for name, fields in plain.pop("tasks", {}).items()}
         return StoreStats(**plain, dropped_groups=tuple(dropped), tasks=tasks)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncflow_core.ledger import Admission, Block
-from asyncflow_store_zmq import history
+from asyncflow_store_zmq import history, retold
 from asyncflow_store_zmq.places import NOWHERE, entry_of, place_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def block_again(table: Table, segments: dict[int, Any], fields: list[Any]) -> No
     found = [_again(segments, shared, groups), *(_again(segments, place, 1) for place in own)]
     block.place = table.payload.place_again([tasks[name] for name in writers], found)
     brought = array("i", history.unpack(tokens))
-    table.block_again(block, alive, kept, _unpack(done), _unpack(trained), _unpack(made), brought)
+    retold.block_again(
+        table, block, alive, kept, _unpack(done), _unpack(trained), _unpack(made), brought
+    )
 
 
 def _again(segments: dict[int, Any], place: int, entries: int) -> int:

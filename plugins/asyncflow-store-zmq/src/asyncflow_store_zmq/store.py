@@ -36,6 +36,7 @@ from asyncflow_store_zmq.connection import (
     not_awaited,
 )
 from asyncflow_store_zmq.files import clear_directory
+from asyncflow_store_zmq.forks import FORKED, watch
 from asyncflow_store_zmq.memory import Call, Steps, StreamSteps
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.processes import StoreProcesses
@@ -87,7 +88,8 @@ class ZmqDataStore(DataStore):
         self._keys: KeyPair | None = None
         self._connection: Connection | None = None
         self._kept: list[Kept] = []
-        self._reconnecting = asyncio.Lock()
+        self._reconnecting, self._adding = asyncio.Lock(), asyncio.Lock()
+        self._left: tuple[Any, Any] = (None, None)  # of the process that forked this one
         self._given_up = False  # the last wait for a next life was in vain
 
     async def open(self) -> None:
@@ -110,6 +112,12 @@ class ZmqDataStore(DataStore):
         connection = Connection(self.address, name=self._name, token=self._token, keys=self._keys)
         await connection.open()
         self._connection = connection
+        watch(self)
+
+    def forked(self) -> None:
+        """Be of no use in a child, and end nothing there; see `forks.py`."""
+        self._left = self._connection, self.processes
+        self._connection = self.processes = None
 
     async def aclose(self) -> None:
         """Disconnect; end the store if it was started here."""
@@ -124,8 +132,9 @@ class ZmqDataStore(DataStore):
         """One more process with memory; for who started the store."""
         if self.processes is None:
             raise ConfigError("a shard is added by who started the store; this is a client of it")
-        address = await self.processes.add_shard()
-        await self._opened.call(Call("store.add_shard", [address]))
+        async with self._adding:  # they are numbered one after another
+            address = await self.processes.add_shard()
+            await self._opened.call(Call("store.add_shard", [address]))
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which another process reaches this store."""
@@ -208,6 +217,8 @@ class ZmqDataStore(DataStore):
     @property
     def _opened(self) -> Connection:
         if self._connection is None:
+            if self._left[0] is not None:
+                raise ServiceClosedError(FORKED)
             raise ServiceClosedError(
                 "the data store is not open; use it between open() and aclose()"
             )

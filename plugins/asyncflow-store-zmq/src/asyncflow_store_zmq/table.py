@@ -31,6 +31,7 @@ from asyncflow_core.ledger import (
 from asyncflow_core.schema import PER_TOKEN
 from asyncflow_core.services.data_store import CommitResult, Order, StoreStats, TaskSpec
 from asyncflow_store_zmq import history
+from asyncflow_store_zmq.calls import MAX_DROPS
 from asyncflow_store_zmq.extents import Segment
 from asyncflow_store_zmq.going_back import go_back
 from asyncflow_store_zmq.incoming import Incoming, key_runs, stretches
@@ -102,7 +103,7 @@ class Table:
             self._tasks.pop(name, None)
             self.payload.tasks_changed()
             self._log(["leave", name])
-        self._follow(now)
+        self.follow(now)
 
     # Put
 
@@ -127,12 +128,12 @@ class Table:
                 f"a put of {written.rows} groups came with keys of shape {keys.shape}, "
                 f"{len(tokens)} and {len(oldest)} facts"
             )
-        self.payload.agree(layout)
         left = deque(key_runs(keys))
         known = self.ledger.known_keys()
         if any(next(known.unknown_in(key, count), None) for _, key, count in left):
             self.ledger.intake(admission)
             self.ledger.fits(admission)
+            self.payload.agree(layout)
         segment = self.payload.take(holder, written)
         return Incoming(keys, admission, tokens, oldest, segment, left)
 
@@ -179,7 +180,7 @@ class Table:
     def lease(self, now: float, task: str, requester: str, **how: Any) -> Handout | None:
         """Hand out ready rows; None when there are none now."""
         grant = self.ledger.grant(now, task, requester=requester, **how)
-        self._follow(now)
+        self.follow(now)
         if grant is None:
             return None
         spec = grant.task
@@ -224,7 +225,7 @@ class Table:
         try:
             return self.ledger.inspect(now, ref)
         finally:
-            self._follow(now)
+            self.follow(now)
 
     # Commit, release
 
@@ -250,7 +251,7 @@ class Table:
         try:
             if segment is not None and written is not None:
                 self.payload.agree(self.payload.layout_of(written.layout))
-                self._record(claim.task, ref.rows, claim.held, segment)
+                self.record(claim.task, ref.rows, claim.held, segment)
             if self.log is not None:
                 rows = [ref.rows[position] for position in claim.held]
                 self.note_trained(claim.task, rows, version)
@@ -262,7 +263,7 @@ class Table:
                     claim, self._keys_of(rows), place, tokens, oldest, version
                 )
             result = self.ledger.commit(now, ref, tokens=tokens, oldest=oldest)
-            self._follow(now)
+            self.follow(now)
             if self.log is not None and claim.held:
                 self.log(record)
         finally:
@@ -270,7 +271,7 @@ class Table:
                 self.payload.unref(segment, now)
         return result
 
-    def _record(
+    def record(
         self, task: TaskSpec, rows: Sequence[int], entries: Sequence[int], segment: Segment
     ) -> None:
         """Rows at `entries` of a reference have columns at the same entries of a segment."""
@@ -327,25 +328,25 @@ class Table:
     def release(self, now: float, ref: BatchRef) -> None:
         """See `DataStore.release`."""
         self.ledger.release(now, ref)
-        self._follow(now)
+        self.follow(now)
 
     def evict(self, now: float, requester: str) -> int:
         """See `SupportsEviction.evict`."""
         count = self.ledger.evict(now, requester)
-        self._follow(now)
+        self.follow(now)
         return count
 
     def renew(self, now: float, leases: Sequence[int], lease_s: float) -> tuple[int, ...]:
         """See `DataStore.renew`."""
         lost = self.ledger.renew(now, leases, lease_s=lease_s)
-        self._follow(now)
+        self.follow(now)
         return lost
 
     def drop(self, now: float, keys: Iterable[Key], reason: str) -> int:
         """See `DataStore.drop`."""
         keys = list(keys)
         count = self.ledger.drop(keys, reason=reason)
-        self._follow(now)
+        self.follow(now)
         if count:
             self._log(["drop", [list(key) for key in keys], reason])
         return count
@@ -359,100 +360,31 @@ class Table:
     def restore(self, now: float, version: int) -> int:
         """See `SupportsDurability.restore`."""
         count = go_back(self, version, now)
-        self._follow(now)
+        self.follow(now)
         self._log(["restore", version])
         return count
 
     def advance(self, now: float) -> None:
         """Let time pass."""
         self.ledger.advance(now)
-        self._follow(now)
+        self.follow(now)
         self.pool.sweep(now)
 
     def stats(self, drops_after: int) -> StoreStats:
-        """What the ledger knows."""
-        return self.ledger.stats(drops_after=drops_after)
+        """What the ledger knows; of dropped groups as many as an answer takes."""
+        return self.ledger.stats(drops_after=drops_after, most_drops=MAX_DROPS)
 
-    # Reading back what an earlier life wrote; see `history.py`
-
-    def put_again(
-        self,
-        segment: Segment | None,
-        keys: NDArray[np.int64],
-        admission: Admission,
-        tokens: array[int],
-        oldest: array[int],
-        entries: Sequence[int],
-    ) -> None:
-        """Groups that were stored; without a segment, their payload is gone."""
-        plan = self.payload.plan(admission.partition, self._tasks.values())
-        intake = self.ledger.intake(admission)
-        for start, key, count in key_runs(keys):
-            done = 0
-            while done < count:
-                first, entry = start + done, entries[start + done]
-                last = first + 1
-                limit = first + min(count - done, intake.most)
-                while last < limit and entries[last] == entry + last - first:
-                    last += 1
-                place = self.payload.add_block(segment, entry, plan, last - first)
-                begin = key._replace(sequence=key.sequence + done)
-                intake.put(begin, tokens[first:last], oldest[first:last], place)
-                done += last - first
-
-    def commit_again(
-        self,
-        name: str,
-        rows: Sequence[int],
-        segment: Segment | None,
-        entries: Sequence[int],
-        tokens: Sequence[int],
-        oldest: Sequence[int],
-        version: int | None,
-    ) -> None:
-        """Rows that a task was done with."""
-        task = self._tasks[name]
-        if segment is not None:
-            for number, first, last, entry in stretches(rows, entries):
-                self.payload.record(self.ledger.block(number), first, last, task, segment, entry)
-        self.note_trained(task, rows, version)
-        self.note_generated(task, rows, tokens, version)
-        self.ledger.redo(name, rows, tokens=tokens, oldest=oldest)
-        self._follow(0.0)
-
-    def block_again(
-        self,
-        block: Block,
-        alive: int,
-        kept: int,
-        done: Mapping[str, int],
-        trained: dict[int, int],
-        made: dict[int, int],
-        tokens: array[int],
-    ) -> None:
-        """A block of a snapshot: rows that live, and rows kept for a checkpoint."""
-        self.ledger.adopt(block)
-        if made:
-            self.lineage.made[block.number], self.lineage.tokens[block.number] = made, tokens
-        if trained:
-            self.retained.trained[block.number] = trained
-        if kept:
-            self.retained.kept[block.number] = block, kept
-        if alive:
-            self.ledger.revive(block, alive, done)
-        self._follow(0.0)
+    # For what reads it, and reads it back
 
     def tasks(self) -> Iterable[TaskSpec]:
         """Registered ones."""
         return self._tasks.values()
 
-    # Within
+    def task(self, name: str) -> TaskSpec:
+        """A registered one."""
+        return self._tasks[name]
 
-    def _log(self, record: list[Any]) -> None:
-        if self.log is not None:
-            self.log(record)
-
-    def _follow(self, now: float) -> None:
+    def follow(self, now: float) -> None:
         """Free what the ledger's last acts left without a reader."""
         effects = self.ledger.take_effects()
         self.ready |= effects.ready
@@ -468,6 +400,12 @@ class Table:
             needed = block.alive | self.retained.rows_of(block.number)
             if mask & ~kept:
                 self._forget(block, mask & ~kept, needed, now)
+
+    # Within
+
+    def _log(self, record: list[Any]) -> None:
+        if self.log is not None:
+            self.log(record)
 
     def _forget(self, block: Block, mask: int, needed: int, now: float) -> None:
         self.payload.forget(block, mask, needed, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncflow_core.batch import Batch, Column, GroupKey
@@ -34,6 +35,10 @@ class _Pending:
     steps: Steps | None = None
     handle: Any = None
     call: Call | None = None
+
+    def begun(self, steps: Steps, call: Call, handle: Any) -> None:
+        """It is under way."""
+        self.steps, self.call, self.handle = steps, call, handle
 
 
 class PutStream:
@@ -86,12 +91,11 @@ class PutStream:
                 call = next(steps)
                 while call.method != "store.put":  # memory comes first
                     call = steps.send((yield call))
-                put.handle = yield Begin(call)
+                yield Begin(call, partial(put.begun, steps, call))
             except BaseException as error:
-                if not isinstance(error, PeerLostError):
+                if put.handle is None and not isinstance(error, PeerLostError):
                     self._pending.remove(put)
                 raise
-            put.steps, put.call = steps, call
         if len(self._pending) > self._in_flight:
             # Half of them at a time: whoever waits for each answer alone wakes up for each.
             while len(self._pending) > self._in_flight // 2:
@@ -110,7 +114,7 @@ class PutStream:
         """The store was started again: put again what it did not acknowledge."""
         self.session = session
         for put in self._pending:
-            put.repeated, put.steps = True, None
+            put.repeated, put.steps, put.handle = True, None, None
         yield from self.push()
 
     def _settle(self) -> StreamSteps:
