@@ -7,6 +7,7 @@ numbers of layouts. So both end together, and what a client keeps over all lives
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ __all__ = [
 AGAIN_S = 0.1
 """Between two tries to reach a store that is started again."""
 _TIMEOUT_S = 60.0
+_SHARD_S = 30.0
+_TRY_S = 1.0
 _FOREVER_S = 1e9
 
 
@@ -71,6 +74,7 @@ class Connection:
         self._token = token
         self._keys = keys
         self._clients: list[Client] = []  # the controller's last
+        self._closed = False
 
     async def open(self) -> None:
         """Connect; closed again if that fails.
@@ -92,12 +96,39 @@ class Connection:
         for address in self.session.shard_addresses[len(self._clients) - 1 :]:
             self._clients.insert(-1, await self._connect(address))
 
-    async def _connect(self, address: str) -> Client:
+    async def _connect(self, address: str, connect_s: float = 30.0) -> Client:
         client = Client(
-            address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
+            address,
+            name=self._name,
+            token=self._token,
+            timeout_s=_TIMEOUT_S,
+            connect_s=connect_s,
+            keys=self._keys,
         )
         await client.open()
         return client
+
+    async def _find_again(self, shard: int, lost: Client) -> None:
+        """Connect to a shard that died, as soon as it is started again.
+
+        Raises:
+            PeerLostError: it is not, for half a minute, or the controller is gone, too.
+        """
+        deadline = asyncio.get_running_loop().time() + _SHARD_S
+        while self._clients[shard] is lost:  # else another call has found it
+            await self.run(self.session.find_shards())
+            try:
+                client = await self._connect(self.session.shard_addresses[shard], _TRY_S)
+            except PeerLostError:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if self._closed or self._clients[shard] is not lost:
+                await client.aclose()
+                return
+            self._clients[shard] = client
+            await lost.aclose()
 
     async def run(self, steps: StreamSteps, returns: Any = Any) -> Any:
         """Make the calls that steps ask for; their result."""
@@ -134,12 +165,21 @@ class Connection:
         if call.shard >= len(self._clients) - 1 and call.shard >= 0:  # added meanwhile
             await self.run(self.session.find_shards())
             await self._connect_shards()
-        return await self._clients[call.shard].call(
-            call.method, {"m": call.arguments}, returns=returns, timeout_s=timeout_s
-        )
+        client = self._clients[call.shard]
+        arguments = {"m": call.arguments}
+        try:
+            return await client.call(call.method, arguments, returns=returns, timeout_s=timeout_s)
+        except PeerLostError:
+            if call.shard < 0:
+                raise
+        # Started again, since its memory outlives it; and what shards do may be done twice.
+        await self._find_again(call.shard, client)
+        client = self._clients[call.shard]
+        return await client.call(call.method, arguments, returns=returns, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
         """Disconnect. Calls under way end with `ServiceClosedError`."""
+        self._closed = True
         for client in self._clients:
             await client.aclose()
         self.session.close()
@@ -182,17 +222,38 @@ class BlockingConnection:
         for address in self.session.shard_addresses[len(self._clients) - 1 :]:
             self._clients.insert(-1, self._connect(address))
 
-    def _connect(self, address: str) -> BlockingClient | LaneClient:
+    def _connect(self, address: str, connect_s: float = 30.0) -> BlockingClient | LaneClient:
         lane = lane_of(address)
         client: BlockingClient | LaneClient
         if lane is not None and lane.exists():
             client = LaneClient(lane, name=self._name, token=self._token)
         else:
             client = BlockingClient(
-                address, name=self._name, token=self._token, timeout_s=_TIMEOUT_S, keys=self._keys
+                address,
+                name=self._name,
+                token=self._token,
+                timeout_s=_TIMEOUT_S,
+                connect_s=connect_s,
+                keys=self._keys,
             )
         client.open()
         return client
+
+    def _find_again(self, shard: int) -> None:
+        """Connect to a shard that died, as soon as it is started again; raises as `Connection`."""
+        deadline = time.monotonic() + _SHARD_S
+        while True:
+            self.run(self.session.find_shards())
+            try:
+                client = self._connect(self.session.shard_addresses[shard], _TRY_S)
+            except PeerLostError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(AGAIN_S)
+            else:
+                self._clients[shard].close()
+                self._clients[shard] = client
+                return
 
     def run(self, steps: StreamSteps) -> Any:
         """Make the calls that steps ask for; their result."""
@@ -210,15 +271,25 @@ class BlockingConnection:
 
     def _do(self, step: Call | Begin | Await) -> Any:
         if isinstance(step, Call):
-            number = self.send(step, _deadline_s(step))
             try:
-                return self.wait(number, step)
-            except BaseException:
-                self._clients[step.shard].forget(number)
-                raise
+                return self._call(step)
+            except PeerLostError:
+                if step.shard < 0:
+                    raise
+            # Started again, since its memory outlives it; and what shards do may be done twice.
+            self._find_again(step.shard)
+            return self._call(step)
         if isinstance(step, Begin):
             return step.note(self.send(step.call, _FOREVER_S))
         return self.wait(step.handle, step.call)
+
+    def _call(self, step: Call) -> Any:
+        number = self.send(step, _deadline_s(step))
+        try:
+            return self.wait(number, step)
+        except BaseException:
+            self._clients[step.shard].forget(number)
+            raise
 
     def send(self, call: Call, timeout_s: float) -> int:
         """Begin one."""
