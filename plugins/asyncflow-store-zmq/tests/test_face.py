@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
 from asyncflow_core.batch import Key
+from asyncflow_core.errors import DataError
 from asyncflow_core.services.data_store import RowInfo, TaskSpec
 from asyncflow_core.testing.data_store import prompts, rewards
 from asyncflow_store_zmq.face import AsyncExperiences, Experiences
@@ -50,6 +52,22 @@ async def test_face_async_wakes_who_waits_for_weights(serve):
         await pipeline.put_experience(found, rewards(2))
         await pipeline.notify_weights(0)
         assert await waiting == (0, None)
+
+
+async def test_prompts_under_the_keys_of_another_pipeline_are_not_left_out_in_silence(serve):
+    def run(options):
+        with Experiences(options["connect"], token=options["token"]) as one:
+            one.register(REWARD)
+            one.put_prompts(prompts(3))
+            assert one.put_prompts(prompts(3), keys=[(0, 0, i) for i in range(3)])  # as was asked
+
+    async with serve() as options:
+        await asyncio.to_thread(run, options)
+        async with AsyncExperiences(options["connect"], token=options["token"]) as again:
+            with pytest.raises(DataError, match=r"3 of 5 .* source 0"):
+                await again.put_prompts(prompts(5))
+        async with AsyncExperiences(options["connect"], token=options["token"], source=1) as other:
+            assert len(await other.put_prompts(prompts(5))) == 5
 
 
 def test_balanced_shares_even_tokens_and_lose_nothing():

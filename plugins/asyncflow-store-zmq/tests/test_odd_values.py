@@ -11,8 +11,12 @@ import pytest
 from asyncflow_core.batch import Batch, BatchRef, Column, GroupKey, Key
 from asyncflow_core.errors import ConfigError, DataError
 from asyncflow_core.services.data_store import TaskSpec
+from asyncflow_core.testing.aio import eventually
+from asyncflow_store_zmq.arena import UNIT
 from asyncflow_store_zmq.blocking import BlockingStore
+from asyncflow_store_zmq.extents import LENT_BYTES
 from asyncflow_store_zmq.layout import ColumnLayout, Layout
+from asyncflow_store_zmq.memory import Call
 from asyncflow_store_zmq.options import ZmqOptions
 from asyncflow_store_zmq.store import ZmqDataStore
 
@@ -167,6 +171,27 @@ async def test_dropped_groups_beyond_what_a_message_holds_are_told_in_order(serv
         assert [group.serial for group in stats.dropped_groups] == list(range(1, count + 1))
         last = await store.stats(drops_after=count - 2)
         assert [group.group.sequence for group in last.dropped_groups] == [count - 2, count - 1]
+
+
+async def test_put_that_is_given_up_as_it_waits_gives_back_what_it_was_lent(serve):
+    async with serve(capacity_rows=1) as options, ZmqDataStore(ZmqOptions(**options)) as store:
+        await store.register(LOG)
+        await store.put(numbers(1), keys=keys(0, 1))
+
+        async def waits():
+            return (await store.stats()).waiting_puts == 1
+
+        async def waits_no_more():
+            return not await waits()
+
+        for _ in range(10):
+            store._connection.session._space._next = None  # so that each asks for memory ahead
+            put = asyncio.create_task(store.put(numbers(1), keys=keys(1, 1)))
+            await eventually(waits)
+            put.cancel()
+            await eventually(waits_no_more)
+        _, slot, _ = await store._connection.call(Call("store.lend", [1000, []]))
+        assert slot <= 1 + 4 * LENT_BYTES // UNIT
 
 
 @pytest.mark.multiproc

@@ -117,6 +117,19 @@ def test_options_that_cannot_be_are_refused(tmp_path):
         ZmqOptions(shards=0)
 
 
+@pytest.mark.multiproc
+async def test_store_without_durability_does_not_delete_the_rows_of_a_durable_one(tmp_path):
+    kept = {"shards": 1, "directory": tmp_path / "kept"}
+    async with ZmqDataStore(ZmqOptions(durability="journal", **kept)) as store:
+        await store.register(TaskSpec("log", ("prompt_ids",)))
+        await store.put(prompts(2), keys=[GroupKey(0, 0, 0), GroupKey(0, 0, 1)])
+    with pytest.raises(ConfigError, match="holds the rows of a durable store"):
+        await ZmqDataStore(ZmqOptions(**kept)).open()
+    async with ZmqDataStore(ZmqOptions(durability="journal", **kept)) as store:
+        stats = await store.stats()
+        assert (stats.rows, stats.rows_dropped) == (2, {})
+
+
 async def test_durable_store_without_directory_is_refused():
     store = ZmqDataStore(ZmqOptions(durability="journal"))
     with pytest.raises(ConfigError, match="directory"):

@@ -16,7 +16,6 @@ from asyncflow_core.batch import BatchRef, Key
 from asyncflow_core.errors import (
     AsyncFlowError,
     BackpressureError,
-    ServiceTimeoutError,
 )
 from asyncflow_core.ledger import Admission, LeasePolicy
 from asyncflow_core.services.data_store import Order, TaskSpec
@@ -193,7 +192,7 @@ class Controller:
     ) -> list[Any]:
         try:
             await self._producers.wait(put, wait_s)
-        except ServiceTimeoutError:
+        except BaseException:
             if lent is not None and peer.alive:  # its client does not hear of it
                 self._memory([[lent[:2]], 0], peer)
             raise

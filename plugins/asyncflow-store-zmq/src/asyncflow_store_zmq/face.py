@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from asyncflow_core.batch import Batch, GroupKey
-from asyncflow_core.services.data_store import Lease, Registration, TaskSpec
+from asyncflow_core.errors import DataError
+from asyncflow_core.services.data_store import Lease, PutResult, Registration, TaskSpec
 from asyncflow_core.wire import KeyPair
 from asyncflow_store_zmq.blocking import BlockingStore
 from asyncflow_store_zmq.options import ZmqOptions
@@ -39,6 +40,15 @@ class _Sequence:
     def take(self, count: int) -> list[GroupKey]:
         start, self._next = self._next, self._next + count
         return [GroupKey(self._source, 0, number) for number in range(start, self._next)]
+
+    def check(self, result: PutResult) -> None:
+        """Refuse to go on where others have used the keys that were taken here."""
+        if result.known:
+            raise DataError(
+                f"{result.known} of {result.stored + result.known} prompts were not stored: the "
+                f"store has had others under the same keys of source {self._source}; give every "
+                f"pipeline, and each of its lives, a `source` of its own, or its prompts `keys`"
+            )
 
 
 class Experiences:
@@ -85,9 +95,16 @@ class Experiences:
     def put_prompts(
         self, prompts: Batch, *, samples: int = 1, keys: Sequence[GroupKey] | None = None
     ) -> Sequence[GroupKey]:
-        """Store prompts, `samples` rows each; waits while the store is full. Their keys."""
-        keys = self._keys.take(prompts.rows) if keys is None else keys
-        self.store.put(prompts, keys=keys, samples=samples)
+        """Store prompts, `samples` rows each; waits while the store is full. Their keys.
+
+        Raises:
+            DataError: as `DataStore.put`; or without `keys`, another pipeline has the same source.
+        """
+        if keys is not None:
+            self.store.put(prompts, keys=keys, samples=samples)
+            return keys
+        keys = self._keys.take(prompts.rows)
+        self._keys.check(self.store.put(prompts, keys=keys, samples=samples))
         return keys
 
     def get_experience(
@@ -156,9 +173,16 @@ class AsyncExperiences:
     async def put_prompts(
         self, prompts: Batch, *, samples: int = 1, keys: Sequence[GroupKey] | None = None
     ) -> Sequence[GroupKey]:
-        """Store prompts, `samples` rows each; waits while the store is full. Their keys."""
-        keys = self._keys.take(prompts.rows) if keys is None else keys
-        await self.store.put(prompts, keys=keys, samples=samples)
+        """Store prompts, `samples` rows each; waits while the store is full. Their keys.
+
+        Raises:
+            DataError: as `DataStore.put`; or without `keys`, another pipeline has the same source.
+        """
+        if keys is not None:
+            await self.store.put(prompts, keys=keys, samples=samples)
+            return keys
+        keys = self._keys.take(prompts.rows)
+        self._keys.check(await self.store.put(prompts, keys=keys, samples=samples))
         return keys
 
     async def get_experience(

@@ -24,7 +24,8 @@ class StoreDirectory:
         """Use the run's directory or make one in memory; the user's `directory` for the memory.
 
         Raises:
-            ConfigError: it cannot be used, or another store uses it; durable without a directory.
+            ConfigError: it cannot be used, another store uses it, or it holds what this one would
+                delete; durable without a directory.
         """
         if durable and directory is None:
             raise ConfigError("a durable store needs its option 'directory', on a disk")
@@ -43,6 +44,13 @@ class StoreDirectory:
         except OSError as error:
             raise ConfigError(f"the directory {self.memory} is no use: {error}") from error
         if not durable:
+            if any(self.memory.glob("journal-*")):
+                self.close()
+                raise ConfigError(
+                    f"the directory {self.memory} holds the rows of a durable store, which one "
+                    f"without durability would delete; give another directory, or durability "
+                    f"'journal' or 'fsync', or delete its journal-* and *.arena files"
+                )
             for arena in self.memory.glob("*.arena"):
                 arena.unlink()
 
