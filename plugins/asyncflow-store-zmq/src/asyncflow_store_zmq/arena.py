@@ -32,6 +32,10 @@ UNIT = 1 << 20
 ARENA_BYTES = 1 << 36
 """Address room of one shard; memory is taken as it is written."""
 _PAGE = 4096
+_SPARE_BYTES = 8 << 20
+"""Who reads a hole of a file in memory (rows dropped under it) makes pages there; without room for
+them it would get a SIGBUS."""
+_TMPFS = 0x01021994
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,6 +64,7 @@ class Arena:
                 os.posix_fallocate(self._fd, 0, UNIT)
                 os.pwrite(self._fd, secrets.token_bytes(4), 0)
             self._map = mmap.mmap(self._fd, ARENA_BYTES)
+            self._in_memory = _in_memory(self._fd)
         except (OSError, ValueError) as error:
             raise ServiceError(f"the memory of a shard cannot be mapped: {path}: {error}") from (
                 error
@@ -86,9 +91,13 @@ class Arena:
         """Give pages to a range.
 
         Raises:
-            BackpressureError: the file system is full.
+            BackpressureError: the file system is full, but for what late readers may take.
         """
         try:
+            if self._in_memory:
+                room = os.fstatvfs(self._fd)
+                if room.f_bavail * room.f_frsize < nbytes + _SPARE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._fd, start, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -140,3 +149,9 @@ class Arena:
             os.close(self._fd)
             self._fd = -1
         del self.generations, self._words, self.data
+
+
+def _in_memory(fd: int) -> bool:
+    """Whether a file lies on tmpfs."""
+    found = (ctypes.c_long * 32)()  # a struct statfs, which begins with its type
+    return _libc.fstatfs(fd, found) == 0 and found[0] == _TMPFS
