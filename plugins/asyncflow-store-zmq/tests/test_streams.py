@@ -377,6 +377,24 @@ async def test_flush_tells_of_commits_though_nothing_is_ready_and_the_reader_goe
     assert await asyncio.wait_for(use(run), 60) == 3
 
 
+async def test_flush_does_not_ask_for_more_when_it_meets_rows_on_their_way(use):
+    def run(store):
+        store.register(LOG)
+        store.put(prompts(2), keys=keys(0, 2))
+        how = {"requester": "r", "limit_rows": 2, "wait_s": 3600.0, "prefetch_rows": 0}
+        reader = store.reader("log", ["prompt_ids"], **how)
+        item = next(reader)  # the next two are asked for already
+        store.put(prompts(2), keys=keys(2, 2))
+        reader.commit(item)
+        reader.flush()
+        assert store.stats().rows == 2
+        reader.commit(next(reader))
+        reader.close()
+        return store.stats().tasks["log"].committed
+
+    assert await asyncio.wait_for(use(run), 60) == 4
+
+
 async def test_call_that_was_given_up_leaves_nothing_behind(use, monkeypatch):
     def run(store):
         store.register(LOG)

@@ -149,6 +149,7 @@ class HandoutStream:
         self._done: list[tuple[list[Any], Lent | None]] = []
         self._wanted = 0.0  # rows asked for and not yet here
         self._failed: AsyncFlowError | None = None
+        self._flushing = False
 
     def take(self) -> StreamSteps:
         """-> the next micro-batch, in the order of hand-out; None at the end.
@@ -185,14 +186,18 @@ class HandoutStream:
 
     def flush(self) -> StreamSteps:
         """Tell the store what is done, and wait until it knows."""
-        if self._done:
-            yield from self._ask(0)
-        yield from self._receive()
-        if any(asked.lease is not None for asked in self._asked):
-            # What waits for rows is answered with them, and so are the commits that it carries.
-            yield from self.session.hurry(self._how[0], self._how[1])
-        while self._asked:
-            yield from self._take()
+        self._flushing = True
+        try:
+            if self._done:
+                yield from self._ask(0)
+            yield from self._receive()
+            if any(asked.lease is not None for asked in self._asked):
+                # What waits for rows is answered with them, and so are commits that it carries.
+                yield from self.session.hurry(self._how[0], self._how[1])
+            while self._asked:
+                yield from self._take()
+        finally:
+            self._flushing = False
         self._raise_failure()
 
     def close(self) -> StreamSteps:
@@ -316,6 +321,7 @@ class HandoutStream:
         """
         self._wanted += count
         try:
+            more = more and not self._flushing  # which would wait for those, too
             if more and not any(other.lease is not None for other in self._asked):
                 # Before the copying, so that the store works meanwhile. It does where it was asked
                 # twice.
