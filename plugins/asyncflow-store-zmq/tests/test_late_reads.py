@@ -44,6 +44,8 @@ def test_hole_is_zeros_where_the_file_system_makes_none(tmp_path_factory, start,
     class Deaf:
         """The system's library, on ramfs or some network file systems."""
 
+        fstatfs = arena_module._libc.fstatfs
+
         def fallocate(self, *_):
             ctypes.set_errno(errno.EOPNOTSUPP)
             return -1
