@@ -1,4 +1,4 @@
-"""`asyncflow init | doctor | run | top | report | plugins | serve | keys`."""
+"""`asyncflow init | doctor | run | plan | top | report | plugins | new-plugin | check-plugin ...`."""
 
 from __future__ import annotations
 
@@ -108,6 +108,49 @@ def plugins(load: bool) -> None:
     from asyncflow_core.cli.plugins import show_plugins
 
     sys.exit(show_plugins(load=load))
+
+
+@cli.command("new-plugin")
+@click.argument("kind")
+@click.argument("name")
+@click.option("--out", metavar="DIR", help="Folder of the package; else asyncflow-KIND-NAME, here.")
+def new_plugin(kind: str, name: str, out: str | None) -> None:
+    """Write a pip package that offers the plugin KIND.NAME.
+
+    What it writes works, passes its own test and says where an engine's calls go. Nothing is
+    overwritten. Kinds are those of `asyncflow plugins`; names are lower-case, as my_engine.
+    """
+    from asyncflow_core.cli.new_plugin import new_plugin as write
+
+    write(kind, name, out)
+
+
+@cli.command("check-plugin")
+@click.argument("plugin", metavar="KIND.NAME")
+@click.option(
+    "--options", metavar="YAML_OR_FILE", help="Options of the plugin: '{a: 1}' or a file."
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Longest one test may take.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable report.")
+def check_plugin(plugin: str, options: str | None, timeout_s: float, as_json: bool) -> None:
+    """Hold an installed plugin against the contract of its kind.
+
+    Looks at what it registers; then runs the conformance kit of a data store, rollout, trainer or
+    weight sync, clause by clause, or uses what another kind makes. Exit status 1 tells that
+    something does not hold, 2 that it could not be checked, or not all of it.
+    """
+    from asyncflow_core.cli.check_plugin import check_plugin as check
+
+    _end_as_by_ctrl_c()
+    sys.exit(check(plugin, options, timeout_s=timeout_s, as_json=as_json))
 
 
 @cli.command()
