@@ -20,9 +20,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from asyncflow_core.errors import ServiceError
 
-__all__ = ["KITS", "NOT_CHECKED", "NOT_DECLARED", "KitResult", "missing_packages", "run_kit"]
+__all__ = [
+    "KITS",
+    "NOT_CHECKED",
+    "NOT_DECLARED",
+    "KitResult",
+    "missing_packages",
+    "missing_sizes",
+    "run_kit",
+]
 
 KITS = {
     "data_store": "TestDataStore",
@@ -35,6 +45,7 @@ KITS = {
 NOT_DECLARED, NOT_CHECKED = "not declared", "not checked"
 """Outcomes beside "passed" and "failed"."""
 
+_SIZES = ("capacity_rows", "capacity_bytes", "max_staleness")
 _NEEDED = ("pytest", "pytest_asyncio")
 _SETTINGS = "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
 _LAST_LINES = 12
@@ -61,8 +72,14 @@ class KitResult:
 
 
 def missing_packages() -> list[str]:
-    """What running a kit takes and is not installed."""
-    return [name for name in _NEEDED if find_spec(name) is None]
+    """What running a kit takes and is not installed, by the names that pip knows."""
+    return [name.replace("_", "-") for name in _NEEDED if find_spec(name) is None]
+
+
+def missing_sizes(kind: str, options: BaseModel) -> list[str]:
+    """Options of a data store by which the kit makes it as small as it needs it."""
+    needed = _SIZES if kind == "data_store" else ()
+    return [name for name in needed if name not in type(options).model_fields]
 
 
 def run_kit(

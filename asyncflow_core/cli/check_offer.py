@@ -261,11 +261,11 @@ def _factory(offer: Offer, context: PartContext) -> Finding:
     kind = type(made).__name__
     part = _PARTS.get(plugin.kind)
     if part is not None and not isinstance(made, part):
-        return Finding("factory", "failed", f"it makes a {kind}, which is no {part.__name__}")
+        return Finding("factory", "failed", f"it makes {kind}, which is no {part.__name__}")
     if plugin.kind in ("stage", "loss") and not callable(made):
-        return Finding("factory", "failed", f"it makes a {kind}, which cannot be called")
+        return Finding("factory", "failed", f"it makes {kind}, which cannot be called")
     offer.made = made
-    return _finding("factory", f"makes a {kind}", list(_unsupported(plugin.kind, offer.able, made)))
+    return _finding("factory", f"makes {kind}", list(_unsupported(plugin.kind, offer.able, made)))
 
 
 _SUPPORTS: Mapping[tuple[str, str], type[Any]] = {

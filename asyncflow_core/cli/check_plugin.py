@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +17,14 @@ from ruamel.yaml.error import YAMLError
 from asyncflow_core.cli.check_kit import (
     KITS,
     NOT_CHECKED,
-    NOT_DECLARED,
     KitResult,
     missing_packages,
+    missing_sizes,
     run_kit,
 )
 from asyncflow_core.cli.check_offer import Finding, Offer, examine_offer
 from asyncflow_core.cli.check_parts import use_part
+from asyncflow_core.cli.check_report import Clause, by_clause, facts, print_report
 from asyncflow_core.config_source import ConfigSource
 from asyncflow_core.errors import ConfigError, PluginNotFoundError
 from asyncflow_core.parts import PartContext
@@ -36,15 +34,6 @@ from asyncflow_core.registry import KINDS, PluginEntry, Registry
 __all__ = ["check_plugin"]
 
 _INSTALL = "pip install 'asyncflow-core[testing]'"
-
-
-@dataclass(frozen=True, slots=True)
-class _Clause:
-    """A clause of a contract, over all tests that cite it."""
-
-    clause: str
-    outcome: str
-    reason: str
 
 
 def check_plugin(label: str, options: str | None, *, timeout_s: float, as_json: bool) -> int:
@@ -71,13 +60,14 @@ def check_plugin(label: str, options: str | None, *, timeout_s: float, as_json: 
         offer = examine_offer(registry, kind, name, given, context)
         used = use_part(offer, context) if offer.sound and kind not in KITS else []
     tests = _run_kit(offer, kind, name, timeout_s) if offer.sound and kind in KITS else []
-    clauses = _by_clause(tests)
+    clauses = by_clause(tests)
     status = _status(offer.findings, used, clauses)
-    offer.findings += used
+    offer.findings.extend(used)
     if as_json:
-        print(json.dumps(_facts(entry, offer, clauses, tests, status), indent=2))
+        found = facts(entry, offer.findings, clauses, tests)
+        print(json.dumps({**found, "ok": status == 0}, indent=2))
     else:
-        _print_report(entry, offer, clauses, tests)
+        print_report(entry, offer.findings, clauses, tests)
     return status
 
 
@@ -122,11 +112,15 @@ def _context(kind: str, registry: Registry, run_dir: Path, given: Mapping[str, A
 
 
 def _run_kit(offer: Offer, kind: str, name: str, timeout_s: float) -> list[KitResult]:
-    if missing := missing_packages():
-        text = f"{', '.join(missing)} is not installed, which runs the kit; try: {_INSTALL}"
-        offer.findings.append(Finding("kit", NOT_CHECKED, text))
-        return []
     assert offer.options is not None
+    why = ""
+    if missing := missing_packages():
+        why = f"it needs {' and '.join(missing)}; try: {_INSTALL}"
+    elif missing := missing_sizes(kind, offer.options):
+        why = f"it needs a store of its own size, and the options have no {', '.join(missing)}"
+    if why:
+        offer.findings.append(Finding("kit", NOT_CHECKED, why))
+        return []
     plain = offer.options.model_dump(mode="json", exclude_unset=True)
     try:
         return run_kit(kind, name, plain, timeout_s=timeout_s, progress=_progress)
@@ -141,102 +135,9 @@ def _progress(done: int, tests: int) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _by_clause(tests: Iterable[KitResult]) -> list[_Clause]:
-    """In the order of their numbers; a failure of one test is the clause's."""
-    found: dict[str, list[KitResult]] = {}
-    for test in tests:
-        for clause in test.clauses:
-            found.setdefault(clause, []).append(test)
-    return [_clause(name, found[name]) for name in sorted(found, key=_number)]
-
-
-def _number(clause: str) -> tuple[str, int]:
-    letters, _, digits = clause.partition("-")
-    return letters, int(digits)
-
-
-def _clause(clause: str, tests: Sequence[KitResult]) -> _Clause:
-    for outcome in ("failed", NOT_CHECKED, "passed", NOT_DECLARED):
-        those = [test for test in tests if test.outcome == outcome]
-        if outcome == "failed" and those:
-            text = "; ".join(f"{test.test}: {_first_line(test.reason)}" for test in those)
-            return _Clause(clause, outcome, text)
-        if those:
-            return _Clause(clause, outcome, "; ".join(dict.fromkeys(t.reason for t in those)))
-    raise AssertionError(f"clause {clause} without a test")
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0]
-
-
-def _status(offered: Iterable[Finding], used: Iterable[Finding], clauses: Iterable[_Clause]) -> int:
+def _status(offered: Iterable[Finding], used: Iterable[Finding], clauses: Iterable[Clause]) -> int:
     """A contract is checked in full; of what has no kit, as much as can be."""
     asked = {finding.outcome for finding in offered} | {clause.outcome for clause in clauses}
     if "failed" in asked or any(each.outcome == "failed" for each in used):
         return 1
     return 2 if NOT_CHECKED in asked else 0
-
-
-def _facts(
-    entry: PluginEntry,
-    offer: Offer,
-    clauses: Sequence[_Clause],
-    tests: Sequence[KitResult],
-    status: int,
-) -> dict[str, Any]:
-    return {
-        "plugin": entry.label,
-        "distribution": entry.distribution,
-        "version": entry.version,
-        "module": entry.module,
-        "ok": status == 0,
-        "offer": [asdict(finding) for finding in offer.findings],
-        "clauses": [asdict(clause) for clause in clauses],
-        "tests": [asdict(test) for test in tests],
-    }
-
-
-def _print_report(
-    entry: PluginEntry, offer: Offer, clauses: Sequence[_Clause], tests: Sequence[KitResult]
-) -> None:
-    print(f"{entry.label} of {entry.distribution} {entry.version} ({entry.module})")
-    for finding in offer.findings:
-        print(_line(finding.what, finding.outcome, finding.text))
-    if clauses:
-        print(f"contract, clauses of docs/spec/{entry.kind}.md:")
-    for clause in clauses:
-        print(_line(clause.clause, clause.outcome, clause.reason))
-    for test in tests:
-        if test.outcome == "failed":
-            print(f"\n{test.test} ({', '.join(test.clauses)}):\n{_indented(test)}")
-    print(_summary(entry.kind, offer, clauses, tests))
-
-
-def _line(what: str, outcome: str, text: str) -> str:
-    return f"  {what:<15} {outcome:<13} {text}".rstrip()
-
-
-def _indented(test: KitResult) -> str:
-    text = test.details or test.reason
-    return re.sub(r"^", "    ", text.strip(), flags=re.MULTILINE)
-
-
-def _summary(
-    kind: str, offer: Offer, clauses: Sequence[_Clause], tests: Sequence[KitResult]
-) -> str:
-    if not clauses:
-        told = Counter(finding.outcome for finding in offer.findings)
-        what = (
-            ""
-            if kind in KITS
-            else f"; the kind {kind} has no conformance kit, these are all checks there are"
-        )
-        return f"{len(offer.findings)} checks: {_counts(told)}{what}"
-    told = Counter(clause.outcome for clause in clauses)
-    return f"{len(clauses)} clauses by {len(tests)} tests: {_counts(told)}"
-
-
-def _counts(told: Mapping[str, int]) -> str:
-    order = ("passed", "failed", NOT_DECLARED, NOT_CHECKED)
-    return ", ".join(f"{told[outcome]} {outcome}" for outcome in order if told.get(outcome))

@@ -117,8 +117,9 @@ def plugins(load: bool) -> None:
 def new_plugin(kind: str, name: str, out: str | None) -> None:
     """Write a pip package that offers the plugin KIND.NAME.
 
-    What it writes works, passes its own test and says where an engine's calls go. Nothing is
-    overwritten. Kinds are those of `asyncflow plugins`; names are lower-case, as my_engine.
+    KIND is data_store, rollout, trainer, weight_sync, launcher, tokenizer, prompts, stage, loss or
+    lease_policy; NAME is lower-case, as my_engine. What it writes works, passes its own test and
+    says where an engine's calls go. Nothing is overwritten.
     """
     from asyncflow_core.cli.new_plugin import new_plugin as write
 

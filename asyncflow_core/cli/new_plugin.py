@@ -124,6 +124,7 @@ def _kind_and_name_faults(kind: str, name: str) -> Iterator[str]:
                 f"{entry.label} is offered by {entry.distribution} {entry.version} already, and a "
                 f"name is offered once; choose another name"
             )
+            return
     yield from _package_faults(kind, name)
 
 

@@ -332,7 +332,7 @@ def test_check_without_pytest_says_how_to_get_it(check, monkeypatch):
     done = check("weight_sync.memory")
     assert done.status == 2
     assert text_of(done.report, "kit") == (
-        "pytest is not installed, which runs the kit; try: pip install 'asyncflow-core[testing]'"
+        "it needs pytest; try: pip install 'asyncflow-core[testing]'"
     )
     assert done.report["tests"] == []
 
