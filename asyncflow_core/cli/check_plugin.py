@@ -132,7 +132,8 @@ def _progress(done: int, tests: int) -> None:
     """A line that is written over; of those who look on alone."""
     if sys.stderr.isatty():
         text = f"{done} of {tests} tests" if tests else ""
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _status(offered: Iterable[Finding], used: Iterable[Finding], clauses: Iterable[Clause]) -> int:

@@ -42,11 +42,14 @@ def new_plugin(kind: str, name: str, out: str | None) -> None:
         ConfigError: with everything that is wrong with kind, name and folder; nothing is written.
     """
     target = Path(out if out is not None else _distribution(kind, name))
-    faults = [*_kind_and_name_faults(kind, name), *_target_faults(target)]
-    if faults:
-        raise ConfigError(faults)
-    written = package_files(kind, name)
-    _write(target, written)
+    try:
+        faults = [*_kind_and_name_faults(kind, name), *_target_faults(target)]
+        if faults:
+            raise ConfigError(faults)
+        written = package_files(kind, name)
+        _write(target, written)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
     print(f"wrote {target}:")
     for path in sorted(written):
         print(f"  {path}")

@@ -87,6 +87,14 @@ def test_wheel_alone_has_the_command(alone, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+def test_wheel_alone_has_the_templates_of_plugins(alone, tmp_path):
+    clean = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    run(alone.with_name("asyncflow"), "new-plugin", "stage", "mine", cwd=tmp_path, env=clean)
+    assert (tmp_path / "asyncflow-stage-mine" / "tests" / "test_stage_mine.py").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_import_costs_little_more_than_numpy(alone):
     """At most 1.3 times the time of `import numpy`, measured in turns; the medians of 15."""
     ratios = []

@@ -96,6 +96,38 @@ def test_package_as_pip_installs_it_is_found(site, check, tmp_path):
     assert (found.status, found.report["distribution"]) == (0, "asyncflow-stage-made")
 
 
+CONFIG = """\
+name: made
+tokenizer: {plugin: made}
+prompts: {plugin: made, options: {epoch_size: 8}}
+rollout: {plugin: made, sampling: {max_new_tokens: 2}}
+trainer: {plugin: made}
+loss: {plugin: made}
+stages:
+  reward: {function: "rewards:even", kind: reward}
+  advantage: {plugin: made}
+data_store: {plugin: made}
+weight_sync: {plugin: made}
+launcher: {plugin: made}
+workflow: {steps: 2, groups_per_step: 4, group_size: 2}
+evaluation: null
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_packages_make_a_run_together(site, tmp_path):
+    for kind in KINDS:
+        site.generate(kind, "made", tmp_path / kind)
+    (site.folder / "rewards.py").write_text(
+        "def even(response, answer):\n    return float(len(answer) % 2)\n"
+    )
+    (site.folder / "config.yaml").write_text(CONFIG)
+    done = site.run(sys.executable, "-m", "asyncflow_core.cli", "run", "config.yaml")
+    assert done.status == 0, done.out + done.err
+    assert "16 rows trained" in done.out
+
+
 def test_new_plugin_writes_the_package_and_says_what_is_next(command, tmp_path):
     status, out, err = command("new-plugin", "weight_sync", "my_link")
     assert (status, err) == (0, "")
@@ -171,7 +203,14 @@ def test_new_plugin_where_nothing_can_be_written_leaves_nothing(command, tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        command("new-plugin", "stage", "mine")
-    monkeypatch.undo()
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+    status, _, err = command("new-plugin", "stage", "mine")
+    assert status == 2
+    assert "asyncflow-stage-mine cannot be written: No space left on device" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_new_plugin_below_a_file_refused(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = command("new-plugin", "stage", "mine", "--out", "file/below")
+    assert status == 2
+    assert "file/below cannot be written: " in err
