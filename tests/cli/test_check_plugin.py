@@ -358,6 +358,14 @@ def make(options, ctx):
     )
 
 
+@pytest.mark.slow
+def test_check_trainer_that_starts_uniform_is_not_checked_at_temperatures(check):
+    done = check("trainer.tabular")
+    assert done.status == 2
+    found = {c["clause"]: c["outcome"] for c in done.report["clauses"]}
+    assert {clause for clause, outcome in found.items() if outcome != "passed"} == {"TR-3"}
+
+
 # Nothing stays
 
 HANGS = """
