@@ -10,6 +10,7 @@ from asyncflow_core.errors import ServiceClosedError, UnsupportedCapabilityError
 from asyncflow_core.flow.processes.control import RolloutControl, StageControl, WorkStats
 from asyncflow_core.flow.processes.launch import ProcessSpec, RolloutRole
 from asyncflow_core.flow.weights.compare import first_difference
+from asyncflow_core.flow.working.costs import Costs
 from asyncflow_core.flow.working.work import rollout_work
 from asyncflow_core.flow.working.worker import Worker
 from asyncflow_core.services.data_store import DataStore
@@ -68,16 +69,17 @@ class RolloutReplica(RolloutControl):
         self._version: int | None = None
         self._tokens_finished = self._tokens_unwanted = 0
         self._unwanted: frozenset[Key] = frozenset()
-        sampling = SamplingParams(**role.sampling.model_dump())
+        sampling, costs = SamplingParams(**role.sampling.model_dump()), Costs()
         self._worker = Worker(
             store,
             role.task,
-            rollout_work(service, sampling, spec.seed, self._finished),
+            rollout_work(service, sampling, spec.seed, self._finished, costs),
             requester=spec.name,
             rows_in_flight=role.rows_in_flight,
             policy=role.lease_policy,
             version=self._confirmed,
             share=role.share,
+            costs=costs,
         )
         self._pulling = False
 

@@ -75,12 +75,14 @@ class WorkStats:
     Attributes:
         busy_s: seconds it worked on rows. wait_s: seconds it waited for rows.
         rows: finished. held: that it holds now, unfinished.
+        costs: what rows and tokens cost, see `flow.working.costs`; empty of the trainer.
     """
 
     busy_s: float
     wait_s: float
     rows: int
     held: int = 0
+    costs: tuple[float, ...] = ()
 
 
 class StageControl(ABC):

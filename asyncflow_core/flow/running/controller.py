@@ -101,7 +101,11 @@ class Controller:
             dict(self._totals.rows_dropped + Counter(stats.rows_dropped)),
             self._watching.tokens(),
         )
-        summary = replace(summary, restarts=dict(self._processes.restarts.count))
+        summary = replace(
+            summary,
+            restarts=dict(self._processes.restarts.count),
+            work=self._watching.work(),
+        )
         self._folder.write_json("summary.json", asdict(summary))
         return summary
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["StepResult", "Summary"]
+__all__ = ["StepResult", "Summary", "TaskWork"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,23 @@ class StepResult:
     version: int
     steps: int
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskWork:
+    """What the workers of one task did, since they were started last.
+
+    Attributes:
+        workers: that answered at the end.
+        rows: finished. busy_s: seconds they worked on them, summed over workers.
+        costs: sums from which `asyncflow plan` finds what rows and tokens cost, see
+            `flow.working.costs`.
+    """
+
+    workers: int
+    rows: int
+    busy_s: float
+    costs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +65,7 @@ class Summary:
         reward_errors: rows, held-out ones included, whose verifier raised or never returned.
         restarts: process to how often it was started again.
         busy_rollout, busy_trainer: share of `wall_s` the engines worked, mean over replicas.
+        work: task to what its workers did.
     """
 
     name: str
@@ -77,3 +95,4 @@ class Summary:
     tokens_evaluated: int = 0
     tokens_wasted_by_reason: dict[str, int] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
+    work: dict[str, TaskWork] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from asyncflow_core.flow.processes.control import (
     WorkStats,
 )
 from asyncflow_core.flow.processes.waits import Waits
+from asyncflow_core.flow.running.results import TaskWork
 from asyncflow_core.flow.running.status import (
     STATUS_FILE,
     Counters,
@@ -171,6 +172,25 @@ class Watching:
             wasted={cause: tokens for cause, tokens in wasted.items() if tokens},
         )
 
+    def work(self) -> dict[str, TaskWork]:
+        """Task to what its workers said last, those of the trainer and the recorder left out."""
+        found: dict[str, list[WorkStats]] = {}
+        for name, control in self._controls.items():
+            if name in self._answers and isinstance(control, StageControl):
+                found.setdefault(_task(name, control), []).append(self._answers[name][1])
+        for worker in self._workers:
+            found.setdefault(worker.task.name, []).append(worker.stats())
+        return {
+            task: TaskWork(
+                len(stats),
+                sum(work.rows for work in stats),
+                sum(work.busy_s for work in stats),
+                tuple(map(sum, zip(*(work.costs for work in stats), strict=True))),
+            )
+            for task, stats in found.items()
+            if task not in ("train", "record")
+        }
+
     def status(self, state: str, error: str = "") -> Status:
         """The picture now."""
         flow, totals, workers = self._config.workflow, self._totals, self._seen()
@@ -225,10 +245,7 @@ class Watching:
             if not isinstance(control, StageControl):
                 continue  # a further rank of the trainer does what its first one does
             at, work, engine = self._answers.get(name, (self._start, WorkStats(0, 0, 0), None))
-            task = "train" if isinstance(control, TrainerControl) else name.rpartition("-")[0]
-            if isinstance(control, RolloutControl):
-                task = "rollout"
-            found.append(self._worker(name, task, at, work, engine, now))
+            found.append(self._worker(name, _task(name, control), at, work, engine, now))
         here = (
             self._worker(worker.requester, worker.task.name, now, worker.stats(), None, now)
             for worker in self._workers
@@ -272,3 +289,9 @@ class Watching:
             if not self._said:
                 self._said = True
                 _log.warning("%s cannot be written: %s", self._path, error.strerror)
+
+
+def _task(name: str, control: StageControl) -> str:
+    if isinstance(control, TrainerControl):
+        return "train"
+    return "rollout" if isinstance(control, RolloutControl) else name.rpartition("-")[0]

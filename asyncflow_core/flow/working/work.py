@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+
+import numpy as np
 
 from asyncflow_core.batch import Batch, Key
 from asyncflow_core.errors import (
     DataError,
     InvariantError,
 )
+from asyncflow_core.flow.working.costs import Costs, Running
 from asyncflow_core.flow.working.worker import Part, Work
 from asyncflow_core.services.data_store import Lease, RowInfo
 from asyncflow_core.services.rollout import (
@@ -57,13 +61,15 @@ def rollout_work(
     sampling: SamplingParams,
     seed: int,
     finished: Callable[[Sequence[Completion]], None] = lambda ended: None,
+    costs: Costs | None = None,
 ) -> Work:
     """Generate the leased prompts; what ended is committed together, at once.
 
     A prompt that the engine refuses is dropped with its reason; it would be refused again. Each
     request has one answer: an engine that gives fewer, more or others ends the work. `finished` is
-    told which responses ended.
+    told which responses ended; what each took is added to `costs`.
     """
+    running = Running(costs or Costs())
 
     async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
         rows = {info.key: info for info in lease.rows}
@@ -71,11 +77,16 @@ def rollout_work(
             GenerateRequest(key, ids, sampling, sampling_seed(seed, key))
             for key, ids in zip(rows, batch["prompt_ids"], strict=True)
         ]
-        async with contextlib.aclosing(_all_ready(service, requests)) as lists:
-            async for ended in lists:
-                for part in _parts(ended, rows, sampling):
-                    yield part
-                finished([item for item in ended if isinstance(item, Completion)])
+        running.begin(rows, time.monotonic())
+        try:
+            async with contextlib.aclosing(_all_ready(service, requests)) as lists:
+                async for ended in lists:
+                    _count(running, ended)
+                    for part in _parts(ended, rows, sampling):
+                        yield part
+                    finished([item for item in ended if isinstance(item, Completion)])
+        finally:
+            running.stop(rows, time.monotonic())
         if rows:
             raise InvariantError(
                 f"the rollout left {len(rows)} of {len(requests)} requests without a completion, "
@@ -83,6 +94,15 @@ def rollout_work(
             )
 
     return work
+
+
+def _count(running: Running, ended: Sequence[Completion | tuple[Key, str]]) -> None:
+    now = time.monotonic()
+    for item in ended:
+        if isinstance(item, Completion):
+            running.end(item.key, now, tokens=int(np.size(item.response_ids)))
+        else:
+            running.stop([item[0]], now)
 
 
 def _parts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from asyncflow_core.batch import Batch, Column
 from asyncflow_core.errors import AsyncFlowError, DataError, LeaseLostError, ServiceError
 from asyncflow_core.flow.processes.control import WorkStats
 from asyncflow_core.flow.working.busy import Busy
+from asyncflow_core.flow.working.costs import Costs, Serial
 from asyncflow_core.parts import KEY_COLUMN
 from asyncflow_core.services.data_store import DataStore, Lease, Registration, RowInfo, TaskSpec
 
@@ -125,6 +127,7 @@ class Worker:
         version: Callable[[], int] | None = None,
         columns: Sequence[str] | None = None,
         share: tuple[int, int] | None = None,
+        costs: Costs | None = None,
     ) -> None:
         """Prepare; `run` starts.
 
@@ -141,7 +144,11 @@ class Worker:
             columns: of the task's reads, those that `work` is given; default: all.
             share: (number, of how many workers): take only rows that fall to this one by their
                 key, whoever is faster; None: any row.
+            costs: what the work adds its own costs to; None: it works on a lease at a time, and
+                the worker counts.
         """
+        self._costs = costs or Costs()
+        self._serial = Serial(self._costs) if costs is None else None
         self._share = share
         self._reach = 1 if share is None else share[1]
         self._store = store
@@ -180,7 +187,7 @@ class Worker:
         """What it has done so far. It waits whenever it pulls and holds no row."""
         busy_s = self._busy.seconds
         wait_s = max(0.0, self._pulling.seconds - busy_s)
-        return WorkStats(busy_s, wait_s, self._rows, self._held)
+        return WorkStats(busy_s, wait_s, self._rows, self._held, tuple(self._costs.sums))
 
     def version_changed(self) -> None:
         """Ask again at once: rows of a further batch may be admitted now."""
@@ -318,6 +325,7 @@ class Worker:
         self._hold(-len(left))
 
     async def _work_on(self, lease: Lease, left: dict[int, RowInfo]) -> None:
+        began = time.monotonic()
         try:
             batch = await read_rows(self._store, lease, self._columns)
         except LeaseLostError as error:
@@ -333,6 +341,10 @@ class Worker:
                     del left[info.row]
                 self._rows += len(part.rows)
                 self._hold(-len(part.rows))
+        if self._serial is not None:
+            tokens = sum(info.tokens for info in lease.rows)
+            ended = time.monotonic()
+            self._serial.call(began, ended, rows=len(lease.rows), tokens=tokens)
 
     async def _finish(self, lease: Lease, part: Part) -> None:
         if part.drop:
