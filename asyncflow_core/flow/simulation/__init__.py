@@ -1,0 +1,1 @@
+"""What a run would take: its services' times, a simulation of its workflow, a search. No I/O."""
