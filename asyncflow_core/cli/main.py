@@ -102,6 +102,55 @@ def doctor(config: str, overrides: Sequence[str], as_json: bool) -> None:
 
 
 @cli.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--profile",
+    "profiles",
+    metavar="RUN",
+    multiple=True,
+    help="A finished run to take times from, by its name or its folder; several add up.",
+)
+@click.option("--times", type=click.Path(), help="YAML of times by hand, over those of profiles.")
+@click.option(
+    "--devices",
+    type=click.IntRange(min=2),
+    help="Devices to share out; default: as many as CONFIG takes.",
+)
+@click.option("--trainer-ranks", metavar="N,N", help="Ranks to try; default: powers of two.")
+@click.option(
+    "--stage-workers",
+    metavar="STAGE=N,N",
+    multiple=True,
+    help="Workers of a stage to try; default: those of CONFIG.",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Steps to measure in each simulation.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def plan(
+    config: str,
+    overrides: Sequence[str],
+    profiles: Sequence[str],
+    times: str | None,
+    devices: int | None,
+    trainer_ranks: str | None,
+    stage_workers: Sequence[str],
+    steps: int | None,
+    as_json: bool,
+) -> None:
+    """Say how many replicas and trainer ranks CONFIG should have.
+
+    Simulates the run for every number of them that may be fastest within --devices, with what work
+    took in the runs of --profile or is said to take in --times. OVERRIDES are those of run, as in
+    workflow.preset=streaming. Starts nothing.
+    """
+    from asyncflow_core.cli.plan import Asked
+    from asyncflow_core.cli.plan import plan as make
+
+    asked = Asked(profiles, times, devices, trainer_ranks, stage_workers, steps)
+    sys.exit(make(config, overrides, asked, as_json=as_json))
+
+
+@cli.command()
 @click.option("--load", is_flag=True, help="Import each plugin and show its capabilities.")
 def plugins(load: bool) -> None:
     """List installed plugins."""
