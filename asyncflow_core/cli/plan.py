@@ -20,6 +20,7 @@ from asyncflow_core.flow.simulation.simulator import simulate
 from asyncflow_core.flow.simulation.times import Times
 from asyncflow_core.flow.simulation.workload import Allocation, Workload
 from asyncflow_core.registry import Registry
+from asyncflow_core.services.trainer import TrainerCapabilities
 
 __all__ = ["Asked", "overrides_of", "plan"]
 
@@ -188,9 +189,17 @@ def _assumed(
 
 
 def _ranks(given: str | None, budget: int, work: Workload) -> list[int]:
+    able: TrainerCapabilities = work.plan.chosen["trainer"].capabilities
+    most = able.max_world_size or budget
     if given is not None:
-        return _numbers("--trainer-ranks", given)
-    powers = [1 << bit for bit in range(budget.bit_length()) if 1 << bit < budget]
+        asked = _numbers("--trainer-ranks", given)
+        if able.max_world_size is not None and asked[-1] > able.max_world_size:
+            raise ConfigError(
+                f"--trainer-ranks {given}: trainer plugin {work.config.trainer.plugin!r} runs on "
+                f"at most {most} ranks"
+            )
+        return asked
+    powers = [1 << bit for bit in range(budget.bit_length()) if 1 << bit <= min(most, budget - 1)]
     return sorted({*powers, work.config.trainer.world_size})
 
 

@@ -279,10 +279,10 @@ class NoOptions(Section):
 
 
 class EmulatedTrainer(Trainer):
-    """Every response token takes the same time; a batch takes one step."""
+    """Every response token takes the same time; a batch takes one step of one rank."""
 
     def __init__(self, options: NoOptions, ctx: PartContext) -> None:
-        self._name = ctx.name
+        self._name, self._rank = ctx.name, ctx.rank
 
     async def open(self) -> None:
         """Allocate the weights."""
@@ -296,7 +296,6 @@ class EmulatedTrainer(Trainer):
         self._updates = self._tokens = 0
         self._busy_s = 0.0
         self._overslept = 0.0
-        self._collected = 0.0
 
     async def aclose(self) -> None:
         """Close the log."""
@@ -320,7 +319,6 @@ class EmulatedTrainer(Trainer):
         self._log.add("work", start, time.monotonic(), self._updates)
         self._busy_s += work
         self._tokens += tokens
-        self._collected += tokens
         return ForwardBackwardInfo(0.0, float(tokens), tokens, batch.rows)
 
     async def optim_step(self) -> UpdateInfo:
@@ -329,18 +327,16 @@ class EmulatedTrainer(Trainer):
         self._updates += 1
         for tensor in self._weights:
             tensor[0] = self._updates
-        weight, self._collected = self._collected, 0.0
         self._log.add("update", start, time.monotonic(), self._updates)
-        return UpdateInfo(self._updates, 0.0, 0.0, weight)
+        return UpdateInfo(self._updates, 0.0, 0.0, 1.0)  # of all ranks, which say the same
 
     async def zero_grad(self) -> None:
-        """Forget."""
-        self._collected = 0.0
+        """There are no gradients."""
 
     async def export_weights(self, version: int) -> AsyncIterator[Bucket]:
-        """Views of the weights themselves."""
+        """Views of the weights themselves, of the first rank."""
         start = time.monotonic()
-        for number, tensor in enumerate(self._weights):
+        for number, tensor in enumerate(() if self._rank else self._weights):
             spec = TensorSpec(f"layer.{number}", "F32", tensor.shape)
             yield Bucket((spec,), tensor.view(np.uint8))
         self._log.add("export", start, time.monotonic(), version)
@@ -404,7 +400,9 @@ def asyncflow_register(registrar: Registrar) -> None:
         EmulatedTrainer,
         api_version=1,
         options=NoOptions,
-        capabilities=TrainerCapabilities(loss_arrays="numpy", overlapped_export=True),
+        capabilities=TrainerCapabilities(
+            loss_arrays="numpy", overlapped_export=True, max_world_size=None
+        ),
     )
     registrar.add(
         "loss",

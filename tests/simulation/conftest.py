@@ -42,8 +42,7 @@ def workload(preset="async", bound=None, **changes):
         },
         "workflow": {"preset": preset, "steps": 8, "groups_per_step": 4, "group_size": 2},
         "evaluation": None,
-        "weight_sync": {"plugin": "memory"},
-        "launcher": {"plugin": "inline"},
+        "weight_sync": {"plugin": "host"},
     }
     if bound is not None:
         tree["workflow"]["max_staleness"] = bound

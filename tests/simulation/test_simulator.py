@@ -72,7 +72,7 @@ drawn_times = st.builds(
 
 @pytest.mark.parametrize(("name", "bound"), PRESETS)
 @given(made=drawn_times, replicas=st.integers(1, 3), ranks=st.sampled_from([1, 2]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_run_is_never_below_its_bounds_and_never_staler_than_allowed(
     name, bound, made, replicas, ranks
 ):
@@ -104,7 +104,7 @@ def test_run_is_never_below_its_bounds_and_never_staler_than_allowed(
     reward=seconds,
     train=seconds,
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_more_replicas_are_never_slower_where_all_responses_are_alike(
     name, bound, length, token, beside, reward, train
 ):
@@ -128,7 +128,7 @@ def test_sequential_is_the_sum_of_its_parts():
     # Rows go to replicas by their keys, four at once: (0, 0), (1, 1), (2, 0), (3, 1) and the rest.
     rollout, reward, advantage = max(3, 2, 4, 7, 5, 2, 4, 1), 8 * 0.5, 8 * 0.25
     trainer = 28 * 0.5 + 0.25
-    between = 1.0 + 2.0 + 4.0
+    between = max(1.0, 2.0) + 4.0  # this transport stages beside the export
     ends = [
         (step + 1) * (rollout + reward + advantage + trainer) + step * between
         for step in range(STEPS)
@@ -187,7 +187,7 @@ def test_speed_of_sequences_falls_with_those_beside_them():
 
 
 @given(made=drawn_times)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_streaming_is_not_slower_than_sequential(made):
     # Calls are dearer the more there are; and one replica, for sequential shares rows out by key.
     stages = {"reward": {"row_s": made.stages["reward"].row_s}, "advantage": {"token_s": 0.01}}
