@@ -123,6 +123,9 @@ def _times(profiles: Sequence[Profile], file: str | None, work: Workload) -> Tim
             "FILE, times by hand"
         )
     under = measured(profiles) if profiles else {}
+    stages = set(work.config.stages)
+    if profiles:  # a policy's own tasks take no time worth planning
+        under["stages"] = {name: own for name, own in under["stages"].items() if name in stages}
     by_hand = source.tree.get("lengths")
     if profiles and isinstance(by_hand, dict) and "mean" in by_hand:
         del under["lengths"]["groups"]
@@ -130,7 +133,12 @@ def _times(profiles: Sequence[Profile], file: str | None, work: Workload) -> Tim
     times, faults = source.validate(Times, tree)
     if times is None:
         raise ConfigError(faults)
-    stages = set(work.config.stages)
+    faults += [
+        source.fault(
+            ("stages", name), f"there is no such stage; they are {', '.join(sorted(stages))}"
+        )
+        for name in sorted(set(times.stages) - stages)
+    ]
     faults += [
         f"stages.{name}: there are no times of this stage; give them with --times, as "
         f"{{stages: {{{name}: {{row_s: 0.01}}}}}}"

@@ -62,7 +62,10 @@ def profile(ranks=1, *, steps=None, samples=SAMPLES, summary=None, preset="async
     return read_profile(
         "runs/one",
         work.config,
-        steps=map(json.dumps, steps or [step(800, 4.0), step(400, 2.0)]),
+        steps=[
+            json.dumps({"version": version, **found})
+            for version, found in enumerate(steps or [step(800, 4.0), step(400, 2.0)], 1)
+        ],
         samples=map(json.dumps, samples),
         summary=json.dumps(summary or {"work": WORK}, indent=2),
         overlaps_export=False,
@@ -92,8 +95,10 @@ def test_profiles_of_two_rank_counts_show_how_the_trainer_scales():
 
 def test_profile_leaves_out_the_first_steps():
     steps = [step(800, 40.0)] * 3 + [step(800, 4.0)] * 3
-    assert profile(steps=steps).steps == 3
-    assert measured([profile(steps=steps)])["trainer"]["token_s"] == pytest.approx(0.005)
+    later = [*SAMPLES, sample(3, 20, 0, 8), sample(3, 20, 1, 1)]
+    found = profile(steps=steps, samples=later)
+    assert (found.steps, found.groups) == (3, ((8, 1),))
+    assert measured([found])["trainer"]["token_s"] == pytest.approx(0.005)
 
 
 def test_profile_of_a_drain_takes_the_shortest_switch():

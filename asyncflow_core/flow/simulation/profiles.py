@@ -22,6 +22,8 @@ __all__ = ["Profile", "measured", "read_profile"]
 
 _SETTLED = 3
 """Steps at the start of a run that are not taken, if there are twice as many."""
+_LATEST = 200
+"""Steps at its end that are taken: responses grow, and engines warm up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,15 @@ class Profile:
     Attributes:
         name: of the run.
         config: of the run.
-        steps: of which the figures are, the first few of a run left out.
+        steps: of which the figures are: the latest, and not the first few.
         step_s: mean wall seconds of these.
-        groups: tokens of the responses, a prompt group each, in the order of their batches.
+        groups: tokens of their responses, a prompt group each, in the order of their batches.
         work: task to its sums, see `flow.working.costs`.
         trainer: sums of (1, tokens on a rank, 0, seconds) of each step.
         prompt: mean tokens of a prompt.
-        update_s, publish_s, stage_s, commit_s: medians over steps; `commit_s` the least of them,
-            where a switch waits for running responses.
+        other_s: median seconds of a step that are neither the trainer's work nor its waits.
+        publish_s, stage_s, commit_s: medians over steps; `commit_s` the least of them, where a
+            switch waits for running responses.
     """
 
     name: str
@@ -78,21 +81,43 @@ def read_profile(
         DataError: a line is no JSON, or says too little.
     """
     found = list(_lines(f"{name}: metrics.jsonl", steps))
-    found = found[_SETTLED if len(found) >= 2 * _SETTLED else 0 :]
-    groups = _groups(f"{name}: samples.jsonl", samples)
-    work = next(iter(_lines(f"{name}: summary.json", [" ".join(summary.splitlines())])), {})
-    if not found or not groups or not isinstance(work.get("work"), dict):
+    found = found[_SETTLED if len(found) >= 2 * _SETTLED else 0 :][-_LATEST:]
+    rows = _lines(f"{name}: samples.jsonl", samples)
+    whole = next(iter(_lines(f"{name}: summary.json", [" ".join(summary.splitlines())])), {})
+    try:
+        work = _work(whole)
+        groups = _groups(rows, first=found[0]["version"] - 1) if found else ()
+        if groups and fitting.count(work.get("rollout", ())):
+            return _profile(name, config, found, groups, work, overlaps_export=overlaps_export)
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"run {name!r} cannot be a profile: it needs a trained step in metrics.jsonl, a "
-            f"trained row in samples.jsonl and `work` in summary.json, which a run of this release "
-            f"writes when it has finished"
-        )
+            f"run {name!r} cannot be a profile: its files are not as this release writes them "
+            f"({type(error).__name__}: {error}); take a run of this release"
+        ) from error
+    raise DataError(
+        f"run {name!r} cannot be a profile: it needs a trained step in metrics.jsonl, a trained "
+        f"row in samples.jsonl and `work` in summary.json, which a run of this release writes when "
+        f"it has finished"
+    )
+
+
+def _profile(
+    name: str,
+    config: RunConfig,
+    steps: Sequence[Mapping[str, float]],
+    groups: tuple[tuple[int, ...], ...],
+    work: Mapping[str, Sequence[float]],
+    *,
+    overlaps_export: bool,
+) -> Profile:
     flow = config.workflow
     rows = flow.groups_per_step * flow.group_size
-    response = statistics.fmean(step[metrics.RESPONSE_TOKENS_MEAN] for step in found)
-    tokens = statistics.fmean(step[metrics.TRAINER_TOKENS] for step in found)
+    response = statistics.fmean(step[metrics.RESPONSE_TOKENS_MEAN] for step in steps)
+    tokens = statistics.fmean(step[metrics.TRAINER_TOKENS] for step in steps)
     trainer = Costs()
-    for step in found:
+    for step in steps:
         on_rank = step[metrics.TRAINER_TOKENS] / config.trainer.world_size
         trainer.add(step[metrics.TRAINER_BUSY_S], on_rank, 0.0)
     mixes = flow.preset == "async" and flow.bound > 0
@@ -100,17 +125,17 @@ def read_profile(
     return Profile(
         name=name,
         config=config,
-        steps=len(found),
-        step_s=statistics.fmean(step[metrics.STEP_WALL_S] for step in found),
+        steps=len(steps),
+        step_s=statistics.fmean(step[metrics.STEP_WALL_S] for step in steps),
         groups=groups,
-        work={task: tuple(done["costs"]) for task, done in work["work"].items()},
+        work=work,
         trainer=tuple(trainer.sums),
         prompt=max(0.0, tokens / rows - response),
-        other_s=max(0.0, statistics.median(_other(step, exposed) for step in found)),
-        publish_s=statistics.median(step[metrics.WEIGHTS_PUBLISH_S] for step in found),
-        stage_s=statistics.median(step[metrics.WEIGHTS_STAGE_S] for step in found),
+        other_s=max(0.0, statistics.median(_other(step, exposed) for step in steps)),
+        publish_s=statistics.median(step[metrics.WEIGHTS_PUBLISH_S] for step in steps),
+        stage_s=statistics.median(step[metrics.WEIGHTS_STAGE_S] for step in steps),
         commit_s=(statistics.median if mixes else min)(
-            [step[metrics.WEIGHTS_COMMIT_S] for step in found]
+            [step[metrics.WEIGHTS_COMMIT_S] for step in steps]
         ),
     )
 
@@ -130,9 +155,8 @@ def measured(profiles: Sequence[Profile]) -> dict[str, Any]:
     update_s, rank_token_s, _ = fitting.fit(most.trainer, (1, 0))
     stages = {}
     for task, sums in work.items():
-        if fitting.count(sums):
-            names = ("call_s", "row_s", "token_s")
-            stages[task] = dict(zip(names, fitting.fit(sums), strict=True))
+        names = ("call_s", "row_s", "token_s")
+        stages[task] = dict(zip(names, fitting.fit(sums), strict=True))
     trainer: dict[str, Any] = {
         "token_s": rank_token_s,
         "ranks": most.config.trainer.world_size,
@@ -183,17 +207,26 @@ def _other(step: Mapping[str, float], exposed: float) -> float:
     return rest - exposed * step[metrics.WEIGHTS_PUBLISH_S] - step[metrics.CHECKPOINT_SAVE_S]
 
 
-def _groups(name: str, lines: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Tokens of the responses of each trained group, in the order of batches and prompts."""
+def _groups(rows: Iterable[Mapping[str, Any]], *, first: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of the responses of each group of the batches from `first` on, in their order."""
     found: dict[tuple[int, ...], dict[int, int]] = {}
-    for row in _lines(name, lines):
-        if row["batch"] is None:
+    for row in rows:
+        if row["batch"] is None or row["batch"] < first:
             continue
         source, epoch, sequence, sample = map(int, row["key"].split("/"))
         tokens = sum(count for _, count in row["versions"])
         group = found.setdefault((row["batch"], source, epoch, sequence), {})
         group[sample] = max(1, tokens)
     return tuple(tuple(found[key][s] for s in sorted(found[key])) for key in sorted(found))
+
+
+def _work(summary: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Task to its sums, of those that did anything."""
+    found = {task: tuple(map(float, work["costs"])) for task, work in summary["work"].items()}
+    wrong = [task for task, sums in found.items() if len(sums) != len(Costs().sums)]
+    if wrong:
+        raise ValueError(f"costs of {wrong} in summary.json")
+    return {task: sums for task, sums in found.items() if fitting.count(sums)}
 
 
 def _lines(name: str, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
