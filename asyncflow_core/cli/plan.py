@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from asyncflow_core.cli.plan_text import Assumed, report
 from asyncflow_core.cli.runs import find_run
@@ -93,21 +93,33 @@ def overrides_of(work: Workload, allocation: Allocation) -> list[str]:
 
 
 def _profile(run: str, work: Workload) -> Profile:
-    folder = find_run(run, file="summary.json")
+    folder = find_run(run)
+    if not (folder / "summary.json").is_file():
+        raise ConfigError(
+            f"--profile {run}: the run has no summary.json, so it has not finished; wait for its "
+            f"end, or take another"
+        )
     config = _config_of(folder)
     overlaps, _ = work.overlaps(config.trainer.world_size)
-    with (
-        open(folder / "metrics.jsonl", encoding="utf-8") as steps,
-        open(folder / "samples.jsonl", encoding="utf-8") as samples,
-    ):
-        return read_profile(
-            str(folder),
-            config,
-            steps=steps,
-            samples=samples,
-            summary=(folder / "summary.json").read_text(encoding="utf-8"),
-            overlaps_export=overlaps,
-        )
+    try:
+        with _text(folder / "metrics.jsonl") as steps, _text(folder / "samples.jsonl") as samples:
+            return read_profile(
+                str(folder),
+                config,
+                steps=steps,
+                samples=samples,
+                summary=(folder / "summary.json").read_text(encoding="utf-8", errors="replace"),
+                overlaps_export=overlaps,
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"--profile {run}: {error.filename!r} cannot be read: {error.strerror}"
+        ) from error
+
+
+def _text(path: Path) -> TextIO:
+    """A file that is read for its numbers: what is not text in it does no harm."""
+    return open(path, encoding="utf-8", errors="replace")
 
 
 def _config_of(folder: Path) -> RunConfig:

@@ -65,7 +65,7 @@ def test_plan_says_what_it_leaves_out(write, times, command):
 
 REFUSED = [
     ((), "--profile RUN, a finished run, or --times"),
-    (("--profile", "nowhere"), "there is no run 'nowhere': neither nowhere/summary.json"),
+    (("--profile", "nowhere"), "there is no run 'nowhere': neither nowhere/environment.json"),
     (("--times", "times.yaml", "--devices", "4", "--trainer-ranks", "0"), "--trainer-ranks takes"),
     (("--times", "times.yaml", "--stage-workers", "rewrad=2"), "the stages are reward, advantage"),
     (("--times", "times.yaml", "--stage-workers", "reward"), "--stage-workers reward takes"),
@@ -103,7 +103,17 @@ def test_plan_of_a_run_whose_files_are_damaged_names_the_line(folder, write, tim
     (run / "config.yaml").write_bytes(write().read_bytes())
     for name in ("metrics.jsonl", "samples.jsonl"):
         (run / name).write_text("{}\n{\n")
+    (run / "environment.json").write_text("{}")
+    status, _, err = command("plan", folder / "config.yaml", "--profile", "mine")
+    assert (status, "it has not finished" in err) == (2, True)
     (run / "summary.json").write_text("{}")
     status, _, err = command("plan", folder / "config.yaml", "--profile", "mine")
     assert status == 1
     assert f"runs{os.sep}mine: metrics.jsonl, line 2" in err
+    (run / "metrics.jsonl").write_text('{"version": 1}')
+    (run / "samples.jsonl").write_bytes(b"\xff")
+    status, _, err = command("plan", folder / "config.yaml", "--profile", "mine")
+    assert (status, "not as this release writes them" in err) == (1, True)
+    (run / "samples.jsonl").unlink()
+    status, _, err = command("plan", folder / "config.yaml", "--profile", "mine")
+    assert (status, "samples.jsonl' cannot be read: No such file" in err) == (2, True)

@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
-import numpy as np
-
 from asyncflow_core.batch import Batch, Key
 from asyncflow_core.errors import (
     DataError,
@@ -67,7 +65,7 @@ def rollout_work(
 
     A prompt that the engine refuses is dropped with its reason; it would be refused again. Each
     request has one answer: an engine that gives fewer, more or others ends the work. `finished` is
-    told which responses ended; what each took is added to `costs`.
+    told which responses ended; what each took until it was committed is added to `costs`.
     """
     running = Running(costs or Costs())
 
@@ -81,9 +79,9 @@ def rollout_work(
         try:
             async with contextlib.aclosing(_all_ready(service, requests)) as lists:
                 async for ended in lists:
-                    _count(running, ended)
                     for part in _parts(ended, rows, sampling):
                         yield part
+                    _count(running, ended)  # now that they are committed, and make room
                     finished([item for item in ended if isinstance(item, Completion)])
         finally:
             running.stop(rows, time.monotonic())
@@ -100,7 +98,7 @@ def _count(running: Running, ended: Sequence[Completion | tuple[Key, str]]) -> N
     now = time.monotonic()
     for item in ended:
         if isinstance(item, Completion):
-            running.end(item.key, now, tokens=int(np.size(item.response_ids)))
+            running.end(item.key, now, tokens=len(item.response_ids))
         else:
             running.stop([item[0]], now)
 
