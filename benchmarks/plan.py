@@ -67,7 +67,7 @@ CASES = (
 
 def write(case: Case, folder: Path, steps: int, store: str) -> Path:
     """The configuration of a run, in a folder of its own."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     made = workflow_config(folder, case.preset, case.bound, steps, store)
     made["rollout"]["replicas"] = case.replicas
     made["trainer"]["world_size"] = case.ranks
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=1.0)
     parser.add_argument("--gigabytes", type=float, default=0.07)
     parser.add_argument("--store", default="memory")
-    parser.add_argument("--keep", help="folder for the runs; default: a temporary one")
+    parser.add_argument("--keep", help="folder for runs; those there are not made again")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(arguments.keep or temporary)
@@ -135,8 +135,10 @@ def main() -> int:
             folder = (base / str(number)).resolve()
             loads = Loads(str(folder), step_s=arguments.step_s, gigabytes=arguments.gigabytes)
             file = write(case, folder, arguments.steps, arguments.store)
-            asyncflow("run", str(file), folder=folder, loads=loads)
-            measured = measure(folder / "runs" / "emulated")
+            run = folder / "runs" / "emulated"
+            if not (run / "summary.json").is_file():
+                asyncflow("run", str(file), folder=folder, loads=loads)
+            measured = measure(run)
             profile = (base / "0" / "runs" / "emulated").resolve()
             found = predict(case, file, profile, loads, arguments.steps)
             ratios[str(case)] = ratio = found["step_s"] / measured["step_s"]

@@ -1,11 +1,15 @@
 """From sums to costs: least squares, no cost below 0, no cause that explains nothing.
 
 Pure. The sums are those of `flow.working.costs`: products of (1, second, third cause, seconds).
+
+Source: G. Schwarz, "Estimating the dimension of a model", 1978, for how many causes there are.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +19,10 @@ from asyncflow_core.flow.working.costs import CAUSES
 
 __all__ = ["add", "count", "fit", "mean"]
 
-_BETTER = 0.98
-"""A further cause must bring the squares that are left down to this share."""
+_EXACT = 1e-12
+"""Of the squares of all seconds, what is left by rounding where causes explain everything."""
+_SAME = 1e-3
+"""Criteria that differ by less differ by rounding."""
 _NO_CAUSE = (0.0,) * 10
 
 
@@ -39,8 +45,9 @@ def mean(sums: Sequence[float], cause: int) -> float:
 def fit(sums: Sequence[float], causes: Sequence[int] = (1, 2, 0)) -> tuple[float, ...]:
     """Seconds that each cause takes, never below 0; 0 for those not among `causes`.
 
-    Each set of causes is tried, small ones first. One is taken where it leaves clearly less
-    unexplained than all before it, so that of causes that grow together the first stands for all.
+    Each set of causes is tried. A cause counts where it explains more than chance would, by the
+    Bayesian information criterion; of sets that explain the same, the first is taken, so that of
+    causes that grow together one stands for all.
 
     Args:
         sums: of at least one observation.
@@ -52,12 +59,16 @@ def fit(sums: Sequence[float], causes: Sequence[int] = (1, 2, 0)) -> tuple[float
     products = np.zeros((CAUSES + 1, CAUSES + 1))
     products[np.triu_indices(CAUSES + 1)] = sums
     products += np.triu(products, 1).T
-    best, left = np.zeros(CAUSES), float(products[-1, -1])
+    number, least = sums[0], _EXACT * products[-1, -1]
+    best, score = np.zeros(CAUSES), float("inf") if least else float("-inf")
     for size in range(1, len(causes) + 1):
         for chosen in itertools.combinations(causes, size):
-            costs, unexplained = _solved(products, chosen)
-            if unexplained < _BETTER * left:
-                best, left = costs, unexplained
+            costs, left = _solved(products, chosen)
+            found = number * math.log(max(left, least, sys.float_info.min)) + size * math.log(
+                number
+            )
+            if found < score - _SAME:
+                best, score = costs, found
     return tuple(float(cost) for cost in best)
 
 

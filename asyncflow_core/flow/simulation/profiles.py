@@ -80,7 +80,8 @@ def read_profile(
     Raises:
         DataError: a line is no JSON, or says too little.
     """
-    found = list(_lines(f"{name}: metrics.jsonl", steps))
+    by_version = {step.get("version"): step for step in _lines(f"{name}: metrics.jsonl", steps)}
+    found = list(by_version.values())  # of a step that a resumed run repeated, the last
     found = found[_SETTLED if len(found) >= 2 * _SETTLED else 0 :][-_LATEST:]
     rows = _lines(f"{name}: samples.jsonl", samples)
     whole = next(iter(_lines(f"{name}: summary.json", [" ".join(summary.splitlines())])), {})
