@@ -35,6 +35,7 @@ from asyncflow_core.flow.processes.launch import (
     TrainerRole,
 )
 from asyncflow_core.flow.working.calls import CallLog
+from asyncflow_core.flow.working.costs import Costs
 from asyncflow_core.flow.working.fanout import Ranks
 from asyncflow_core.flow.working.models import StageModel, logprobs_work, with_model
 from asyncflow_core.flow.working.rank import TrainerRank
@@ -204,7 +205,12 @@ class Host:
 
     async def _open_stage(self, role: StageRole) -> StageControl:
         stage = role.stage
-        work = await self._model_work(role) if role.model else self._stage_work(role)
+        # Log-probs are no calls on a thread: there the worker counts.
+        costs = None if role.model and role.model.kind == "trainer" else Costs()
+        if role.model:
+            work = await self._model_work(role, costs)
+        else:
+            work = self._stage_work(role, costs)
         worker = Worker(
             self._store,
             role.task,
@@ -214,10 +220,11 @@ class Host:
             rows_per_lease=stage.rows,
             policy=stage.lease_policy,
             columns=role.columns,
+            costs=costs,
         )
         return StageProcess(self.run, worker)
 
-    async def _model_work(self, role: StageRole) -> Work:
+    async def _model_work(self, role: StageRole, costs: Costs | None) -> Work:
         """Of a stage with a model, an instance of which is this process's service."""
         assert role.model is not None
         service, contract = await self._open_service(), function_contract(role.stage)
@@ -232,18 +239,20 @@ class Host:
             self._spec.seed,
             asyncio.get_running_loop(),
         )
-        return self._on_thread(
-            role, with_model(load_function(role.stage.function), model), contract
-        )
+        stage = with_model(load_function(role.stage.function), model)
+        return self._on_thread(role, stage, contract, costs)
 
-    def _stage_work(self, role: StageRole) -> Work:
+    def _stage_work(self, role: StageRole, costs: Costs | None) -> Work:
         ctx, stage = self._context(), role.stage
         plugin = self._registry.get("stage", stage.plugin) if stage.plugin else None
         options = plugin.parse_options(stage.options) if plugin else None
         contract = plugin_contract(plugin, options) if plugin else function_contract(stage)
-        return self._on_thread(role, make_stage(stage, plugin, options, ctx), contract)
+        made = make_stage(stage, plugin, options, ctx)
+        return self._on_thread(role, made, contract, costs)
 
-    def _on_thread(self, role: StageRole, stage: Stage, contract: StageContract) -> Work:
+    def _on_thread(
+        self, role: StageRole, stage: Stage, contract: StageContract, costs: Costs | None
+    ) -> Work:
         executor = DaemonThread(self._spec.name)
         self._stack.callback(executor.shutdown, wait=False, cancel_futures=True)
         return stage_work(
@@ -253,4 +262,5 @@ class Host:
             executor,
             timeout_s=role.stage.timeout_s,
             calls=CallLog.of(Path(self._spec.run_dir), role.task.name),
+            costs=costs,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
@@ -14,6 +15,7 @@ from asyncflow_core.batch import Batch, Column
 from asyncflow_core.errors import AsyncFlowError, DataError, ServiceError, ServiceTimeoutError
 from asyncflow_core.flow.building import described
 from asyncflow_core.flow.working.calls import ATTEMPTS, CallLog
+from asyncflow_core.flow.working.costs import Costs
 from asyncflow_core.flow.working.worker import Part, Work
 from asyncflow_core.parts import Stage, StageContract
 from asyncflow_core.schema import CANONICAL
@@ -32,13 +34,16 @@ def stage_work(
     *,
     timeout_s: float | None = None,
     calls: CallLog | None = None,
+    costs: Costs | None = None,
 ) -> Work:
     """Run a stage on a worker thread; its faults name it, its columns are brought to the schema.
 
     A call that takes longer than `timeout_s` ends the work. With `calls`, kept by a process that
     is ended and started again, its rows are called one by one then, and those to blame given up.
+    What a call takes, from the end of the one before, is added to `costs`: reading its rows and
+    committing them goes on beside other calls.
     """
-    caller = _Caller(stage, contract, name, executor, timeout_s, calls)
+    caller = _Caller(stage, contract, name, executor, timeout_s, calls, costs or Costs())
 
     async def work(lease: Lease, batch: Batch) -> AsyncGenerator[Part, None]:
         if calls is None:
@@ -65,6 +70,7 @@ class _Caller:
         executor: Executor,
         timeout_s: float | None,
         calls: CallLog | None,
+        costs: Costs,
     ) -> None:
         self._stage = stage
         self._writes = contract.writes
@@ -72,6 +78,7 @@ class _Caller:
         self._executor = executor
         self._timeout_s = timeout_s
         self._calls = calls
+        self._costs = costs
         self._turn = asyncio.Lock()
 
     async def call(self, rows: Sequence[RowInfo], batch: Batch) -> Part:
@@ -82,6 +89,7 @@ class _Caller:
             ServiceError: it raised.
         """
         async with self._turn:
+            start = time.monotonic()
             if self._calls is not None:
                 self._calls.begin(self._name, rows)
             loop = asyncio.get_running_loop()
@@ -92,6 +100,8 @@ class _Caller:
                 raise self._too_long(len(rows))
             if self._calls is not None:
                 self._calls.end(self._name)
+            tokens = sum(info.tokens for info in rows)
+            self._costs.add(time.monotonic() - start, len(rows), tokens)
             return Part(rows, running.result())
 
     def _on_thread(self, batch: Batch) -> Batch:

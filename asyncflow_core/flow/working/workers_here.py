@@ -15,6 +15,7 @@ from asyncflow_core.flow.processes.watchdog import Clock, Restarts
 from asyncflow_core.flow.running.filtering import FILTER, filter_work
 from asyncflow_core.flow.running.policies.dynamic_sampling import DynamicSampling
 from asyncflow_core.flow.running.record import Recorder
+from asyncflow_core.flow.working.costs import Costs
 from asyncflow_core.flow.working.stage_work import stage_work
 from asyncflow_core.flow.working.threads import DaemonThread
 from asyncflow_core.flow.working.work import observer_work
@@ -104,15 +105,16 @@ def _stage_worker(
     made = make_stage(
         stage, chosen.plugin if chosen else None, chosen.options if chosen else None, context
     )
-    spec = task.spec
+    spec, costs = task.spec, Costs()
     contract = StageContract(task.columns, spec.writes, spec.whole_groups, spec.partitions)
     return Worker(
         store,
         spec,
-        stage_work(made, contract, context.name, executor, timeout_s=stage.timeout_s),
+        stage_work(made, contract, context.name, executor, timeout_s=stage.timeout_s, costs=costs),
         requester=context.name,
         rows_in_flight=2 * stage.rows,
         rows_per_lease=stage.rows,
         policy=stage.lease_policy,
         columns=task.columns,
+        costs=costs,
     )
