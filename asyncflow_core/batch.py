@@ -30,7 +30,10 @@ _PACKED_KEY = struct.Struct("<HIQH")
 
 
 class GroupKey(NamedTuple):
-    """A prompt group: all samples of one prompt. `source` numbers the prompt sources of a run."""
+    """A prompt group: all samples of one prompt. `source` numbers the prompt sources of a run.
+
+    From 0 on; a source has 16 bits, an epoch 32, a sequence 62. Not every store takes more.
+    """
 
     source: int
     epoch: int
@@ -38,7 +41,7 @@ class GroupKey(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A row for good: the `sample`-th trajectory of a prompt group."""
+    """A row for good: the `sample`-th trajectory of a prompt group; a sample has 16 bits."""
 
     source: int
     epoch: int

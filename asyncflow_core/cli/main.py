@@ -1,4 +1,4 @@
-"""`asyncflow init | doctor | run | plan | top | report | plugins | new-plugin | check-plugin ...`."""
+"""`asyncflow init | doctor | run | plan | top | report | plugins | serve | keys` and others."""
 
 from __future__ import annotations
 

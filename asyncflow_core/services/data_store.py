@@ -18,6 +18,7 @@ from asyncflow_core.services.base import Service
 
 __all__ = [
     "LEASE_POLICIES",
+    "NO_DROPS",
     "CommitResult",
     "DataStore",
     "DataStoreCapabilities",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 
+NO_DROPS = 1 << 62
+"""No dropped group has so high a serial."""
 LEASE_POLICIES: Final = frozenset({"fifo", "stalest_first", "token_balanced"})
 """Which every data store has."""
 
@@ -371,7 +374,7 @@ class DataStore(Service):
         """Counters and queues.
 
         Args:
-            drops_after: report dropped groups with a serial above this.
+            drops_after: report dropped groups with a serial above this; `NO_DROPS`: none.
             wait_s: wait this long for such a group before answering.
         """
 

@@ -34,7 +34,7 @@ from asyncflow_core.flow.processes.launch import (
 from asyncflow_core.flow.processes.waits import Waits
 from asyncflow_core.flow.processes.watchdog import Clock, Restarts, Watchdog
 from asyncflow_core.flow.working.calls import CallLog
-from asyncflow_core.services.data_store import DataStore, SupportsAttach, SupportsEviction
+from asyncflow_core.services.data_store import NO_DROPS, DataStore, SupportsAttach, SupportsEviction
 from asyncflow_core.wire import Server, serve_service
 
 __all__ = ["EndedError", "Processes"]
@@ -221,7 +221,7 @@ class Processes:
         self._left(name)
         of_rows = service.calls is not None and service.calls.hung(name)
         rows = await self._give_back(name)
-        tasks = (await self._store.stats()).tasks
+        tasks = (await self._store.stats(drops_after=NO_DROPS)).tasks
         if of_rows and isinstance(service.spec.role, StageRole):
             finished = tasks[service.spec.role.task.name].committed
         else:  # others may have to wait for what this one does

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncflow_core.errors import ServiceTimeoutError
-from asyncflow_core.services.data_store import DataStore, StoreStats, TaskStats
+from asyncflow_core.services.data_store import NO_DROPS, DataStore, StoreStats, TaskStats
 
 __all__ = ["SAY_AFTER_S", "WORTH_S", "Batch", "Waits", "said"]
 
@@ -149,7 +149,10 @@ class Waits:
 
     async def _ask(self) -> StoreStats:
         """What the store says; one that says nothing is waited for as all else is."""
-        asked, asking = self._clock(), asyncio.ensure_future(self._store.stats())
+        asked, asking = (
+            self._clock(),
+            asyncio.ensure_future(self._store.stats(drops_after=NO_DROPS)),
+        )
         try:
             while not (await asyncio.wait({asking}, timeout=SAY_AFTER_S))[0]:
                 silent_s = self._clock() - asked

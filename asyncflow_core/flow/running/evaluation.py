@@ -20,7 +20,7 @@ from asyncflow_core.flow.running.supply import Supply
 from asyncflow_core.flow.running.totals import Totals
 from asyncflow_core.flow.weights.switching import Switching
 from asyncflow_core.parts import PromptRecord
-from asyncflow_core.services.data_store import DataStore
+from asyncflow_core.services.data_store import NO_DROPS, DataStore
 
 __all__ = ["Evaluations", "rows_at_a_time"]
 
@@ -139,7 +139,7 @@ class Evaluations:
 
     async def _living(self) -> int:
         """Held-out rows that are not rewarded yet."""
-        return (await self._store.stats()).rows_by_partition.get("eval", 0)
+        return (await self._store.stats(drops_after=NO_DROPS)).rows_by_partition.get("eval", 0)
 
     def _count(
         self, version: int, rewards: Rewards, rows: int, success: float, wall_s: float

@@ -16,7 +16,7 @@ from asyncflow_core.flow.running.folder import RunFolder
 from asyncflow_core.flow.running.resume import TOTALS
 from asyncflow_core.flow.running.supply import Supply
 from asyncflow_core.flow.running.totals import Totals
-from asyncflow_core.services.data_store import DataStore, SupportsDurability
+from asyncflow_core.services.data_store import NO_DROPS, DataStore, SupportsDurability
 
 __all__ = ["Saving", "bring_back_rows"]
 
@@ -101,7 +101,7 @@ class Saving:
     async def finish(self, version: int) -> None:
         """From now on the checkpoint counts."""
         start = self._folder.start
-        dropped = Counter((await self._store.stats()).rows_dropped)
+        dropped = Counter((await self._store.stats(drops_after=NO_DROPS)).rows_dropped)
         totals = replace(
             self._totals,
             rows_evaluated=self._totals.rows_evaluated + self._supply.rows_evaluated,

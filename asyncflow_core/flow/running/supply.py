@@ -23,7 +23,7 @@ from asyncflow_core.flow.running.prompt_source import PromptSource
 from asyncflow_core.flow.running.room import check_room, row_bytes
 from asyncflow_core.flow.working.worker import first_failure
 from asyncflow_core.parts import PromptRecord, Prompts
-from asyncflow_core.services.data_store import DataStore, DroppedGroup
+from asyncflow_core.services.data_store import NO_DROPS, DataStore, DroppedGroup
 
 __all__ = ["EVALUATION", "Supply"]
 
@@ -292,7 +292,9 @@ class Supply:
         nbytes = row_bytes(longest, self._config.rollout.sampling.max_new_tokens)
         if partition == "train":
             groups = self._over.started
-            check_room(await self._store.stats(), self._config.workflow, groups, nbytes)
+            check_room(
+                await self._store.stats(drops_after=NO_DROPS), self._config.workflow, groups, nbytes
+            )
         result = await self._store.put(
             prompts,
             keys=keys,

@@ -37,7 +37,7 @@ from asyncflow_core.flow.running.status import (
 )
 from asyncflow_core.flow.running.totals import Totals
 from asyncflow_core.flow.working.worker import Worker
-from asyncflow_core.services.data_store import DataStore, StoreStats
+from asyncflow_core.services.data_store import NO_DROPS, DataStore, StoreStats
 from asyncflow_core.services.rollout import RolloutStats
 
 __all__ = ["EVERY_S", "Watching"]
@@ -128,7 +128,7 @@ class Watching:
         if self._asking:
             await asyncio.wait(self._asking.values(), timeout=answer_s)
         try:
-            self._store = replace(await store.stats(), dropped_groups=())
+            self._store = await store.stats(drops_after=NO_DROPS)
             self._waits = waits.lines(self._store)
         except AsyncFlowError as error:
             self._waits = [f"the data store does not answer: {error}"]

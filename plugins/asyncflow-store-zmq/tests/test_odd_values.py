@@ -82,6 +82,26 @@ async def test_reader_of_a_number_that_makes_no_sense_is_refused(store, wrong):
         store.reader("log", ["x"], requester="a", **wrong)
 
 
+# Keys
+
+WRONG_KEYS = {
+    "source": GroupKey(1 << 16, 0, 0),
+    "epoch": GroupKey(0, -1, 0),
+    "sequence": GroupKey(0, 0, (1 << 62) + 1),
+}
+
+
+@pytest.mark.parametrize(("part", "key"), WRONG_KEYS.items(), ids=WRONG_KEYS)
+async def test_key_out_of_range_is_named(store, part, key):
+    await store.register(LOG)
+    rows = Batch({"x": Column.dense([1.0, 2.0], np.float32)})
+    with pytest.raises(DataError, match=f"the {part} of key {key[0]}/{key[1]}/{key[2]} is "):
+        await store.put(rows, keys=[GroupKey(0, 0, 0), key])
+    with pytest.raises(DataError, match=f"the {part} of key .* whole number from 0 to"):
+        await store.drop([Key(*key, 0)], reason="mistake")
+    assert (await store.stats()).rows == 0
+
+
 # Columns
 
 UNREADABLE = {

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow_core.errors import WireDecodeError
+from asyncflow_core.batch import Key
+from asyncflow_core.errors import DataError, WireDecodeError
 from asyncflow_core.services.data_store import Order
 from asyncflow_store_zmq.places import MAX_ENTRIES
 
@@ -35,6 +36,7 @@ MAX_DROPS = 4096
 """Dropped groups that one answer of `stats` tells; a client asks for those after them."""
 _ORDERS = frozenset(order.value for order in Order)
 # Source, epoch, sequence and sample of a key, as `Key.pack` holds them; a sequence as int64 does.
+_KEYS_OF = {"put": (1, 3), "drop": (0, 4)}  # by method, position and parts
 _KEY_LIMITS = (0xFFFF, 0xFFFFFFFF, _LIMIT, 0xFFFF)
 _FEW = 64
 """So few bytes of numbers are looked at one by one: a numpy call costs more."""
@@ -221,10 +223,27 @@ def check_call(name: str, m: Sequence[Any]) -> None:
 
     Raises:
         WireDecodeError: which argument is wrong.
+        DataError: a key is out of range: a user's, which no client looks at.
     """
     fault = _fault(name, m)
     if fault is not None:
+        _check_keys(name, m)
         raise WireDecodeError(f"the call store.{name} is malformed: {fault}")
+
+
+def _check_keys(name: str, m: Sequence[Any]) -> None:
+    position, parts = _KEYS_OF.get(name, (0, 0))
+    if not parts or len(m) <= position or type(m[position]) is not bytes:
+        return
+    if len(m[position]) % (8 * parts):
+        return
+    for key in np.frombuffer(m[position], np.int64).reshape(-1, parts).tolist():
+        for part, value, limit in zip(Key._fields, key, _KEY_LIMITS, strict=False):
+            if not 0 <= value <= limit:
+                raise DataError(
+                    f"the {part} of key {'/'.join(map(str, key))} is {value}; it is a whole number "
+                    f"from 0 to {limit}"
+                )
 
 
 def _fault(name: str, m: Sequence[Any]) -> str | None:

@@ -32,6 +32,7 @@ from asyncflow_store_zmq.payload import Handout, Written
 from asyncflow_store_zmq.producers import Producers
 from asyncflow_store_zmq.pulse import Pulse
 from asyncflow_store_zmq.registrations import Registrations
+from asyncflow_store_zmq.rehearsal import NoMemory, Rehearsal
 from asyncflow_store_zmq.shard import message
 from asyncflow_store_zmq.shards import Shards
 from asyncflow_store_zmq.spec import StoreSpec
@@ -56,11 +57,16 @@ class Controller:
     that wait for room.
     """
 
-    def __init__(self, spec: StoreSpec, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        spec: StoreSpec,
+        clock: Callable[[], float] = time.monotonic,
+        shards: Shards | None = None,
+    ) -> None:
         """Prepare; `open` connects to the shards."""
         self._spec = spec
         self._clock = clock
-        self._shards = Shards(spec)
+        self._shards = Shards(spec) if shards is None else shards
         self._table = Table(
             capacity_rows=spec.capacity_rows,
             capacity_bytes=spec.capacity_bytes,
@@ -69,6 +75,7 @@ class Controller:
             raise_generation=self._shards.raise_generation,
             first_lease=first_lease(spec),
             policies=_policies(spec.lease_policies),
+            remember_rows=spec.remember_rows,
         )
         self._handouts = Handouts(
             self._try_lease, self._give_back, self._table.ledger.ready_rows, lambda: self._follow()
@@ -81,8 +88,9 @@ class Controller:
         self._due = 0.0
         self._ticker: asyncio.Task[None] | None = None
         self._durable: Durable | None = None
-        self._answers = {name: self._guarded(name) for name in _METHODS}
+        self.answers = {name: self._guarded(name) for name in _METHODS}
         self._lane: LaneServer | None = None
+        self._rehearsal = Rehearsal(self._understudy, self._handouts, clock)
 
     async def open(self) -> None:
         """Connect to every shard, map its memory, read the journal back."""
@@ -95,7 +103,7 @@ class Controller:
         self._ticker = asyncio.create_task(self._tick())
         path = lane_of(self._spec.address)
         if path is not None:
-            self._lane = LaneServer(path, token=self._spec.token, methods=self._answers)
+            self._lane = LaneServer(path, token=self._spec.token, methods=self.answers)
             await self._lane.open()
 
     async def aclose(self) -> None:
@@ -104,11 +112,20 @@ class Controller:
             await self._lane.aclose()
         if self._ticker is not None:
             self._ticker.cancel()
+        await self._rehearsal.aclose()
         if self._timer is not None:
             self._timer.cancel()
         if self._durable is not None:
             await self._durable.aclose()
         await self._shards.aclose()
+
+    def _understudy(self) -> Controller:
+        spec = dataclasses.replace(
+            self._spec, durability="none", lease_policies=(), remember_rows=1
+        )
+        understudy = Controller(spec, self._clock, NoMemory(spec))
+        understudy._table.pool.add_shard()
+        return understudy
 
     async def _add_shard(self, address: str) -> None:
         await self._shards.add(address)
@@ -122,7 +139,7 @@ class Controller:
         """Offer the methods."""
         methods = {
             name: Method(_in_a_task(function), message, takes_peer=True, inline=True)
-            for name, function in self._answers.items()
+            for name, function in self.answers.items()
         }
         server.expose("store", methods, interface="ZmqDataStore", api_version=1)
 
@@ -408,6 +425,8 @@ class Controller:
                     self._table.pool.seal_all(holder)
             self._table.pool.sweep(self._clock())
             self._follow()
+            if self._spec.rehearse:
+                self._rehearsal.look()
 
 
 def _in_a_task(function: Callable[..., Any]) -> Callable[..., Any]:

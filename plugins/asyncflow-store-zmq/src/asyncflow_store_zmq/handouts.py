@@ -92,7 +92,11 @@ class _Waiting:
 
 
 class Handouts:
-    """Who waits, by task, in the order in which they came."""
+    """Who waits, by task, in the order in which they came.
+
+    Attributes:
+        served: who waited and got rows, so far.
+    """
 
     def __init__(
         self,
@@ -112,6 +116,12 @@ class Handouts:
         self._lease, self._give_back = lease, give_back
         self._ready, self._follow = ready, follow
         self._waiting: dict[str, dict[_Waiting, None]] = {}  # in place of sets, for the order
+        self.served = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody does."""
+        return bool(self._waiting)
 
     def wait(self, m: list[Any], peer: Peer, shape: Shape) -> Later:
         """Wait for rows, as long as the call says; the answer is `shape` of what there is."""
@@ -165,6 +175,7 @@ class Handouts:
         waiting.found = found
         waiting.later.come(None if error else waiting.shape(found), error)
         self._stop(waiting)  # after the answer, for which somebody waits
+        self.served += found is not None
 
     def _abandon(self, waiting: _Waiting) -> None:
         self._forget(waiting)

@@ -42,11 +42,11 @@ Answer = Callable[[list[Any], Peer], Any]
 class LaneServer:
     """Answers calls at a socket's path. All on one event loop, without tasks where it can."""
 
-    def __init__(self, path: Path, *, token: str, methods: Mapping[str, Answer]) -> None:
+    def __init__(self, path: Path | None, *, token: str, methods: Mapping[str, Answer]) -> None:
         """Prepare; `open` listens.
 
         Args:
-            path: of the socket, in a directory that is nobody else's.
+            path: of the socket, in a directory that is nobody else's; None: only `connect`.
             token: secret of the store.
             methods: name to what answers it: with a value, with a `Later`, or with a
                 coroutine that gives it later, which gets a task.
@@ -63,6 +63,7 @@ class LaneServer:
         Raises:
             ConfigError: the path cannot be used.
         """
+        assert self._path is not None
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._path.unlink(missing_ok=True)  # of who ended without a word
@@ -75,14 +76,19 @@ class LaneServer:
         self._listener = listener
         self._listen()
 
+    def connect(self) -> socket.socket:
+        """The client's end of a connection within this process."""
+        here, there = socket.socketpair()
+        self._let_in(here)
+        return there
+
     async def aclose(self) -> None:
         """Cut everybody off. Idempotent."""
         listener, self._listener = self._listener, None
-        if listener is None:
-            return
-        asyncio.get_running_loop().remove_reader(listener)
-        listener.close()
-        self._path.unlink(missing_ok=True)
+        if listener is not None and self._path is not None:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+            self._path.unlink(missing_ok=True)
         tasks = [task for one in self._connections for task in one.tasks]
         for connection in list(self._connections):
             connection.close()
@@ -104,6 +110,9 @@ class LaneServer:
             loop.remove_reader(self._listener)
             loop.call_later(_PAUSE_S, self._listen)
             return
+        self._let_in(sock)
+
+    def _let_in(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._connections.add(
             _Connection(sock, self._methods, self._token, self._connections.discard)

@@ -71,6 +71,7 @@ class StoreProcesses:
             keys=options.keys or "",
             allow=options.allow or "",
             lease_policies=options.lease_policies,
+            rehearse=options.rehearse,
         )
         starting = [self._start(spec, number) for number in range(spec.shards)]
         addresses = tuple(await asyncio.gather(*starting))

@@ -31,6 +31,8 @@ class StoreSpec:
         capacity_rows, capacity_bytes, max_staleness, max_gap_s: as in the ledger.
         keys, allow: files of the store's key pair and of the public keys it lets in, if it has any.
         lease_policies: names of further ones.
+        remember_rows: as in the ledger.
+        rehearse: whether the controller does so; see `rehearsal.py`.
     """
 
     directory: str
@@ -47,6 +49,8 @@ class StoreSpec:
     keys: str = ""
     allow: str = ""
     lease_policies: tuple[str, ...] = ()
+    remember_rows: int = 65536
+    rehearse: bool = True
 
     def dump(self) -> bytes:
         """One line."""

@@ -67,6 +67,7 @@ class Table:
         raise_generation: Callable[[int, int], int],
         policies: Mapping[str, LeasePolicy] | None = None,
         first_lease: int = 0,
+        remember_rows: int = 65536,
     ) -> None:
         """An empty store; the arguments are the ledger's and the pool's."""
         self.ledger = Ledger(
@@ -76,6 +77,7 @@ class Table:
             max_gap_s=max_gap_s,
             policies=policies,
             first_lease=first_lease,
+            remember_rows=remember_rows,
         )
         self.payload = Payload(raise_generation)
         self.pool = self.payload.pool
