@@ -23,6 +23,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from asyncflow_core.errors import ServiceError
+from asyncflow_core.flow.processes.guard import MARK, end_group, end_marked
+from asyncflow_core.flow.processes.run_dir import RunDirectory
 
 __all__ = [
     "KITS",
@@ -106,35 +108,42 @@ def run_kit(
         ServiceError: pytest could not run any test; with its last lines.
     """
     ours, theirs = socket.socketpair()
-    asked = {"kind": kind, "name": name, "options": dict(options), "socket": theirs.fileno()}
-    with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder, ours:
-        log = Path(folder, "log")
-        with theirs, log.open("wb") as output:
-            process = _start(KITS[kind], asked, Path(folder), output)
-        run = _Run(progress)
-        try:
-            end = run.follow(ours, timeout_s)
-        finally:
-            _end(process)
-        if run.tests is None:
-            raise ServiceError(
-                f"the kit could not be run on {kind}.{name}: {end or _ended(process)}; last lines "
-                f"of pytest:\n{_tail(log)}"
-            )
-        return run.results(end or _ended(process))
+    private, run = RunDirectory(), _Run(progress)
+    asked = {"kind": kind, "name": name, "options": dict(options), "run_dir": str(private.path)}
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="af-check-", ignore_cleanup_errors=True) as scratch,
+            ours,
+        ):
+            log = Path(scratch, "log")
+            with theirs, log.open("wb") as output:
+                report_to = {"scratch": scratch, "socket": theirs.fileno()}
+                process = _start(KITS[kind], {**asked, **report_to}, Path(scratch), output)
+            try:
+                end = run.follow(ours, timeout_s)
+            finally:
+                _end(process, private)
+            if run.tests is None:
+                raise ServiceError(
+                    f"the kit could not be run on {kind}.{name}: {end or _ended(process)}; last "
+                    f"lines of pytest:\n{_tail(log)}"
+                )
+            return run.results(end or _ended(process))
+    finally:
+        private.remove()
 
 
 def _start(
-    kit: str, asked: Mapping[str, Any], folder: Path, output: Any
+    kit: str, asked: Mapping[str, Any], scratch: Path, output: Any
 ) -> subprocess.Popen[bytes]:
-    settings = folder / "pytest.ini"
+    settings = scratch / "pytest.ini"
     settings.write_text(_SETTINGS)
     own = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS"}  # of somebody's own tests
     environment = {name: value for name, value in os.environ.items() if name not in own}
     return subprocess.Popen(  # noqa: S603 - this interpreter
         [
             *(sys.executable, "-m", "pytest", f"{_kits_file()}::{kit}"),
-            *("-c", str(settings), "--rootdir", str(folder), "--basetemp", str(folder / "tmp")),
+            *("-c", str(settings), "--rootdir", str(scratch), "--basetemp", str(scratch / "tmp")),
             *("--noconftest", "--import-mode=importlib", "--tb=short", "-q"),
             *("-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin"),
             *("-p", "asyncflow_core.testing._reports"),
@@ -148,6 +157,7 @@ def _start(
             **environment,
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "ASYNCFLOW_CHECK": json.dumps(asked),
+            MARK: asked["run_dir"],
         },
     )
 
@@ -160,13 +170,13 @@ def _kits_file() -> Path:
     return Path(package.submodule_search_locations[0], "_installed.py")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and whatever of its group is left."""
+def _end(process: subprocess.Popen[bytes], private: RunDirectory) -> None:
+    """End it and whatever it started, also in sessions of their own."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0.5)  # it has reported its last test
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    end_group(process.pid)
     process.wait()
+    end_marked(str(private.path))
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:

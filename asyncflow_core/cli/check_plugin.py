@@ -53,7 +53,7 @@ def check_plugin(label: str, options: str | None, *, timeout_s: float, as_json: 
     given, registry = _read_options(options), Registry()
     entry = _entry(registry, kind, name)
     with (
-        tempfile.TemporaryDirectory(prefix="asyncflow-") as run_dir,
+        tempfile.TemporaryDirectory(prefix="af-check-") as run_dir,
         contextlib.redirect_stdout(sys.stderr),  # what a plugin prints is no part of the report
     ):
         context = _context(kind, registry, Path(run_dir), given)

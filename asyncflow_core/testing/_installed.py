@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import tempfile
 import traceback
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -80,6 +79,7 @@ class Target:
     plugin: Plugin
     options: Any
     registry: Registry
+    run_dir: str
 
     @property
     def able(self) -> Any:
@@ -116,15 +116,14 @@ def target() -> Target:
     registry = Registry()
     registry.add(_losses())
     plugin = registry.get(asked["kind"], asked["name"])
-    return Target(plugin, plugin.parse_options(asked["options"]), registry)
+    return Target(plugin, plugin.parse_options(asked["options"]), registry, asked["run_dir"])
 
 
 @pytest.fixture
-def run_dir() -> Iterator[Path]:
+def run_dir(target: Target) -> Iterator[Path]:
     """Private, and with a short name: sockets lie in it."""
-    made = Path(tempfile.mkdtemp(prefix="asyncflow-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.run_dir, ignore_cleanup_errors=True) as made:
+        yield Path(made)
 
 
 class TestDataStore(DataStoreTests):
@@ -323,7 +322,7 @@ def _losses() -> ModuleType:
 
 async def _asked_for(target: Target) -> list[TensorSpec]:
     """The tensors a rollout expects, by what it says to a version that has none."""
-    run_dir = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+    run_dir = Path(target.run_dir)
     try:
         async with target.make("rollout", run_dir) as service:
             await service.stage_weights(WeightSource(manifest_of([], 1), buckets=stream([])))
@@ -331,8 +330,6 @@ async def _asked_for(target: Target) -> list[TensorSpec]:
         return _expected(error)
     except AsyncFlowError:
         return []  # the tests say why
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
     return []
 
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
+import shutil
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from asyncflow_core.flow.processes.guard import end_group, end_marked
+
 VARIABLE = "ASYNCFLOW_CHECK"
-"""JSON: `kind`, `name` and `options` of the plugin, `socket`, the descriptor to report to."""
+"""JSON: `kind`, `name` and `options` of the plugin; `socket`, the descriptor to report to;
+`run_dir` and `scratch`, folders that the other side removes, or this one when that is gone."""
 
 _CLAUSE = re.compile(r"\b[A-Z]{2}-\d+\b")
 
@@ -27,14 +30,18 @@ _KITS = ("data_store", "rollout", "trainer", "weight_sync")
 
 
 class _Reports:
-    def __init__(self, number: int) -> None:
-        self._socket = socket.socket(fileno=number)
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        self._run_dir, self._scratch = asked["run_dir"], asked["scratch"]
+        self._socket = socket.socket(fileno=asked["socket"])
         self._socket.set_inheritable(False)
         threading.Thread(target=self._end_with_reader, daemon=True).start()
 
     def _end_with_reader(self) -> None:
         self._socket.recv(1)  # nothing is ever sent here: it returns when the other side is gone
-        os.killpg(os.getpid(), signal.SIGKILL)
+        end_marked(self._run_dir)
+        for folder in (self._run_dir, self._scratch):
+            shutil.rmtree(folder, ignore_errors=True)
+        end_group(os.getpid())
 
     def _tell(self, event: str, **facts: Any) -> None:
         self._socket.sendall(json.dumps({"event": event, **facts}).encode() + b"\n")
@@ -62,8 +69,8 @@ class _Reports:
 def pytest_configure(config: pytest.Config) -> None:
     """Start to report, and let the kits' assertions say what they found."""
     pytest.register_assert_rewrite(*(f"asyncflow_core.testing.{kit}" for kit in _KITS))
-    number = json.loads(os.environ[VARIABLE])["socket"]
-    config.pluginmanager.register(_Reports(number), "asyncflow-reports")
+    reports = _Reports(json.loads(os.environ[VARIABLE]))
+    config.pluginmanager.register(reports, "asyncflow-reports")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -372,7 +372,8 @@ HANGS = """
 import pathlib, subprocess, sys, time
 class Bad(MemoryWeightSync):
     async def attach(self, replica, published):
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        child = subprocess.Popen(sleeps, start_new_session=True)
         pathlib.Path("pids").write_text(f"{__import__('os').getpid()} {child.pid}")
         time.sleep(600)
 """
@@ -382,11 +383,16 @@ class Bad(MemoryWeightSync):
     "number",
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
 )
-async def test_check_that_is_ended_leaves_no_process(site, number):
+async def test_check_that_is_ended_leaves_no_process_and_no_file(site, number, tmp_path):
     site.install(
         "af-offered", {"weight_sync.bad": "af_offered"}, {"af_offered": plugin(WEIGHTS, HANGS)}
     )
-    environment = {**os.environ, "PYTHONPATH": f"{site.folder}:{os.environ.get('PYTHONPATH', '')}"}
+    (scratch := tmp_path / "tmp").mkdir()
+    environment = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+        "PYTHONPATH": f"{site.folder}:{os.environ.get('PYTHONPATH', '')}",
+    }
     process = subprocess.Popen(  # noqa: ASYNC220
         [COMMAND, "check-plugin", "weight_sync.bad"],
         cwd=site.folder,
@@ -406,6 +412,7 @@ async def test_check_that_is_ended_leaves_no_process(site, number):
     status = process.wait(30)
     assert status == (-9 if number == signal.SIGKILL else 130)
     await eventually(lambda: not any(map(lives, pids)), timeout_s=30)
+    await eventually(lambda: not list(scratch.iterdir()), timeout_s=30)
 
 
 def lives(pid):
