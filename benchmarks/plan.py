@@ -1,6 +1,6 @@
 """The planner against real runs: one profile, and what it predicts for other allocations.
 
-    make bench BENCH=plan        (about 8 minutes)
+    make bench BENCH=plan        (about 11 minutes)
 
 Real processes and the store of the default launcher; the engines sleep for the time of their work
 (`benchmarks/emulated`), so that two cores show what a cluster would. One run is the profile. Every
@@ -118,8 +118,8 @@ def predict(case: Case, file: Path, profile: Path, loads: Loads, steps: int) -> 
 def main() -> int:
     """Run all, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--step-s", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--step-s", type=float, default=2.0)
     parser.add_argument("--gigabytes", type=float, default=0.07)
     parser.add_argument("--store", default="memory")
     parser.add_argument("--keep", help="folder for runs; those there are not made again")
