@@ -1,7 +1,7 @@
 """Which allocation is fastest under a budget of devices: prune by bounds, simulate the rest. Pure.
 
-More replicas are never slower, so of each choice of the other numbers only the most replicas can
-win; and the fewest that are as fast, found by bisection, are what is worth its devices.
+More replicas, and more workers that take no devices, are never slower. So of each choice of the
+other numbers only the most of them can win; then the fewest that are as fast are looked for.
 
 Source: AsyncFlow (arXiv 2507.01663): a simulation of the graph of tasks under the device budget,
 an analytical model to prune and a profile for what is left.
@@ -156,28 +156,26 @@ class _Search:
         self._made: dict[tuple[int, int, tuple[tuple[str, int], ...]], Candidate] = {}
 
     def run(self, ranks: Sequence[int], workers: Mapping[str, Sequence[int]]) -> Found:
-        most = list(self._most_replicas(ranks, workers))
-        if not most:
+        every = list(self._most_replicas(ranks, workers))
+        if not every:
             raise ConfigError(self._too_few(ranks, workers))
-        bounds = [(self._bound(a), self._devices.taken(a), at) for at, a in enumerate(most)]
-        best_s = float("inf")
-        for bound_s, _, at in sorted(bounds):
-            if bound_s > best_s * _NEAR:
-                break  # the others are no faster
-            found = self._simulated(most[at])
-            if found.simulated.step_s <= best_s * _AS_FAST:
-                best_s = min(best_s, found.simulated.step_s)
-                self._fewest(found, best_s)
+        free = {name: n for name, n in workers.items() if not self._devices.workers[name]}
+        most = {name: max(numbers) for name, numbers in free.items()}
+        largest = [a for a in every if all(a.workers[name] == n for name, n in most.items())]
+        best = self._cheapest(self._fastest(largest))
+        for name, numbers in free.items():
+            best = self._fewest_workers(best, name, sorted(numbers))
         present = self._work.allocation
         fits = self._devices.taken(present) <= self._budget
         now = self._simulated(present) if fits else None
         made = sorted(self._made.values(), key=lambda c: (c.simulated.step_s, c.devices))
-        fast = [c for c in made if c.simulated.step_s <= made[0].simulated.step_s * _AS_FAST]
+        if now is not None and now.simulated.step_s < best.simulated.step_s / _AS_FAST:
+            best = now
         return Found(
-            best=min(fast, key=lambda c: (c.devices, c.simulated.step_s)),
+            best=best,
             present=now,
             candidates=tuple(made),
-            allocations=sum(allocation.replicas for allocation in most),
+            allocations=sum(allocation.replicas for allocation in every),
         )
 
     def _most_replicas(
@@ -193,18 +191,62 @@ class _Search:
                 if left >= self._devices.replica:
                     yield Allocation(left // self._devices.replica, count, of_stages)
 
-    def _fewest(self, found: Candidate, best_s: float) -> None:
-        """Simulate what is needed to know the fewest replicas that are as fast as the best."""
+    def _fastest(self, most: Sequence[Allocation]) -> list[Candidate]:
+        """Those that none of the others beats; what cannot win by its bound is not simulated."""
+        bounds = [(self._bound(a), self._devices.taken(a), at) for at, a in enumerate(most)]
+        made: list[Candidate] = []
+        best_s = float("inf")
+        for bound_s, _, at in sorted(bounds):
+            if bound_s > best_s * _NEAR:
+                break  # the others are no faster
+            made.append(self._simulated(most[at]))
+            best_s = min(best_s, made[-1].simulated.step_s)
+        return [c for c in made if c.simulated.step_s <= best_s * _AS_FAST]
+
+    def _cheapest(self, fast: Sequence[Candidate]) -> Candidate:
+        """The fewest devices that are as fast as the fastest."""
+        limit_s = min(c.simulated.step_s for c in fast) * _AS_FAST
+        best = min(fast, key=lambda c: (c.devices, c.simulated.step_s))
+        by_ranks = sorted(fast, key=lambda c: self._beside(c.allocation))
+        for candidate in by_ranks:
+            at = candidate.allocation
+            # One device less than the best so far: if that is too slow, so is anything below.
+            left = best.devices - 1 - self._beside(at)
+            tried = min(at.replicas, left // self._devices.replica)
+            if tried >= 1 and (found := self._as_fast(at, tried, limit_s)):
+                best = self._fewest_replicas(found, limit_s)
+        return best
+
+    def _beside(self, allocation: Allocation) -> int:
+        return self._devices.beside_rollout(allocation.ranks, allocation.workers)
+
+    def _fewest_replicas(self, found: Candidate, limit_s: float) -> Candidate:
         few, many = 0, found.allocation.replicas
         while many - few > 1:
             middle = (few + many) // 2
-            at = found.allocation
-            tried = Allocation(middle, at.ranks, at.workers)
-            slow = self._bound(tried) > best_s * _NEAR
-            if slow or self._simulated(tried).simulated.step_s > best_s * _AS_FAST:
+            tried = self._as_fast(found.allocation, middle, limit_s)
+            if tried is None:
                 few = middle
             else:
-                many = middle
+                found, many = tried, middle
+        return found
+
+    def _as_fast(self, at: Allocation, replicas: int, limit_s: float) -> Candidate | None:
+        tried = Allocation(replicas, at.ranks, at.workers)
+        if self._bound(tried) > limit_s * _NEAR:
+            return None
+        found = self._simulated(tried)
+        return found if found.simulated.step_s <= limit_s else None
+
+    def _fewest_workers(self, best: Candidate, stage: str, numbers: Sequence[int]) -> Candidate:
+        """Of a stage whose workers take no devices."""
+        limit_s, at = best.simulated.step_s * _AS_FAST, best.allocation
+        for count in numbers:
+            if count < at.workers[stage]:
+                fewer = Allocation(at.replicas, at.ranks, {**at.workers, stage: count})
+                if found := self._as_fast(fewer, at.replicas, limit_s):
+                    return found
+        return best
 
     def _bound(self, allocation: Allocation) -> float:
         return lower_bound(self._work, allocation, self._times, self._sample.lengths)
