@@ -32,8 +32,8 @@ def spec(tmp_path):
 
 @pytest.fixture
 async def play(spec):
-    """A rehearsal whose store is told what it sees: `now`, and hand-outs `served` and `waiting`."""
-    play = SimpleNamespace(now=0.0, made=[], handouts=SimpleNamespace(served=0, waiting=True))
+    """A rehearsal whose store is told what it sees: `now`, and hand-outs that are `waiting`."""
+    play = SimpleNamespace(now=0.0, made=[], handouts=SimpleNamespace(waiting=True))
 
     def understudy():
         controller = Controller(spec, time.monotonic, NoMemory(spec))
@@ -53,53 +53,49 @@ async def rows(play, count):
 
 
 async def over(play):
-    await eventually(lambda: play.rehearsal._timer is None)
+    """What was seen last is long ago."""
+
+    def later():
+        play.now += 1.0
+        return play.rehearsal._timer is None
+
+    await eventually(later)
 
 
 async def test_begins_with_rows_that_were_waited_for_and_ends_a_second_after_the_last(play):
-    play.rehearsal.look()
-    assert play.rehearsal._timer is None
-    play.handouts.served = 1
-    play.rehearsal.look()
+    play.rehearsal.came()
     await rows(play, 3)
     play.now = 0.9
-    play.handouts.served = 2
+    play.rehearsal.came()
     await rows(play, 3)
     play.now = 1.8
     await rows(play, 3)
     play.now = 1.95
-    await over(play)
-    play.rehearsal.look()
-    assert play.rehearsal._timer is None
-    play.handouts.served = 3
-    play.rehearsal.look()
+    await eventually(lambda: play.rehearsal._timer is None)
+    play.rehearsal.came()
     await rows(play, 3)
     assert len(play.made) == 1
 
 
 async def test_nothing_is_rehearsed_while_nobody_waits(play):
-    play.handouts.served, play.handouts.waiting = 1, False
-    play.rehearsal.look()
-    play.now = 2.0
+    play.handouts.waiting = False
+    play.rehearsal.came()
     await over(play)
     assert (play.rehearsal.times, play.made) == (0, [])
 
 
 async def test_nothing_is_rehearsed_while_rows_come_fast(play, monkeypatch):
-    served = 0
+    looks = 0
 
-    class Busy:
-        waiting = True
+    def clock():
+        nonlocal looks
+        looks += 1
+        busy.came()  # between any two looks
+        return play.now
 
-        @property
-        def served(self):
-            nonlocal served
-            served += 1
-            return served
-
-    busy = Rehearsal(lambda: pytest.fail("made an understudy"), Busy(), lambda: play.now)
-    busy.look()
-    await eventually(lambda: served > 20)
+    busy = Rehearsal(lambda: pytest.fail("made an understudy"), play.handouts, clock)
+    busy.came()
+    await eventually(lambda: looks > 20)
     assert busy.times == 0
     await busy.aclose()
 
@@ -107,8 +103,7 @@ async def test_nothing_is_rehearsed_while_rows_come_fast(play, monkeypatch):
 async def test_what_is_rehearsed_leaves_nothing_behind(play, monkeypatch):
     monkeypatch.setattr(module, "_ROW_BYTES", 1 << 20)  # a few fill what is lent at a time
     monkeypatch.setattr(module, "_EVERY_S", 0.0)
-    play.handouts.served = 1
-    play.rehearsal.look()
+    play.rehearsal.came()
     await rows(play, 50)
     table = play.made[0]._table
     tops = list(table.pool._tops)
@@ -125,17 +120,14 @@ async def test_understudy_that_refuses_is_said_and_the_store_goes_on(play, monke
         raise DataError("not today")
 
     monkeypatch.setattr(Controller, "put", refuse)
-    play.handouts.served = 1
-    play.rehearsal.look()
+    play.rehearsal.came()
     await eventually(lambda: "rehearses no more" in caplog.text)
     assert "not today" in caplog.text
-    play.handouts.served = 2
-    play.rehearsal.look()
+    play.rehearsal.came()
     assert play.rehearsal._timer is None
 
 
 async def test_store_whose_rows_come_slowly_rehearses_beside_them(serve, monkeypatch):
-    monkeypatch.setattr("asyncflow_store_zmq.controller._TICK_S", 0.02)
     begun = []
     monkeypatch.setattr(Rehearsal, "_rehearse", _counted(Rehearsal._rehearse, begun))
     async with serve() as options, ZmqDataStore(ZmqOptions(**options)) as store:

@@ -91,6 +91,8 @@ class Controller:
         self.answers = {name: self._guarded(name) for name in _METHODS}
         self._lane: LaneServer | None = None
         self._rehearsal = Rehearsal(self._understudy, self._handouts, clock)
+        if spec.rehearse:
+            self._handouts.served = self._rehearsal.came
 
     async def open(self) -> None:
         """Connect to every shard, map its memory, read the journal back."""
@@ -121,7 +123,7 @@ class Controller:
 
     def _understudy(self) -> Controller:
         spec = dataclasses.replace(
-            self._spec, durability="none", lease_policies=(), remember_rows=1
+            self._spec, durability="none", lease_policies=(), remember_rows=1, rehearse=False
         )
         understudy = Controller(spec, self._clock, NoMemory(spec))
         understudy._table.pool.add_shard()
@@ -425,8 +427,6 @@ class Controller:
                     self._table.pool.seal_all(holder)
             self._table.pool.sweep(self._clock())
             self._follow()
-            if self._spec.rehearse:
-                self._rehearsal.look()
 
 
 def _in_a_task(function: Callable[..., Any]) -> Callable[..., Any]:

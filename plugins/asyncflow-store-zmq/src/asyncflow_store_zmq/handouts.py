@@ -95,7 +95,7 @@ class Handouts:
     """Who waits, by task, in the order in which they came.
 
     Attributes:
-        served: who waited and got rows, so far.
+        served: called after somebody who waited was given rows.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Handouts:
         self._lease, self._give_back = lease, give_back
         self._ready, self._follow = ready, follow
         self._waiting: dict[str, dict[_Waiting, None]] = {}  # in place of sets, for the order
-        self.served = 0
+        self.served: Callable[[], None] = lambda: None
 
     @property
     def waiting(self) -> bool:
@@ -175,7 +175,8 @@ class Handouts:
         waiting.found = found
         waiting.later.come(None if error else waiting.shape(found), error)
         self._stop(waiting)  # after the answer, for which somebody waits
-        self.served += found is not None
+        if found is not None:
+            self.served()
 
     def _abandon(self, waiting: _Waiting) -> None:
         self._forget(waiting)

@@ -89,21 +89,22 @@ class Rehearsal:
 
         Args:
             understudy: makes a controller over `NoMemory`, when the first row is rehearsed.
-            handouts: of the store.
+            handouts: of the store; they tell `came`.
             clock: of the store, seconds.
         """
         self._make, self._handouts, self._clock = understudy, handouts, clock
-        self._served, self._came = 0, -_LATELY_S
+        self._rows, self._seen, self._lately = 0, 0, 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._stage: _Stage | None = None
         self._understudy: Understudy | None = None
         self._failed = False
         self.times = 0
 
-    def look(self) -> None:
-        """Begin, if rows came to who waited since the last look; it ends by itself."""
-        if self._timer is None and not self._failed and self._handouts.served != self._served:
-            self._next()
+    def came(self) -> None:
+        """Somebody who waited was given rows: from now on, until nothing comes any more."""
+        self._rows += 1
+        if self._timer is None:
+            self._later()
 
     async def aclose(self) -> None:
         """End the understudy. Idempotent."""
@@ -116,16 +117,19 @@ class Rehearsal:
             await self._understudy.aclose()
 
     def _next(self) -> None:
-        self._timer = None
-        now, served = self._clock(), self._handouts.served
-        if served != self._served:  # what has just been done needs no rehearsal
-            self._served, self._came = served, now
-        elif now - self._came >= _LATELY_S:
+        now = self._clock()
+        if self._rows != self._seen:  # what has just been done needs no rehearsal
+            self._seen, self._lately = self._rows, now
+        elif now - self._lately >= _LATELY_S:
+            self._timer = None
             return
         elif self._handouts.waiting:
             self._rehearse()
-        if not self._failed:
-            self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._next)
+        self._later()
+
+    def _later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None if self._failed else loop.call_later(_EVERY_S, self._next)
 
     def _rehearse(self) -> None:
         try:
