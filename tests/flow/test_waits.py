@@ -69,7 +69,7 @@ def test_rows_that_nobody_takes_and_whatever_is_held_are_named(waits, now):
 class Still:
     """A store in which nothing moves."""
 
-    async def stats(self):
+    async def stats(self, *, drops_after):
         return stats(rollout_0=3)
 
 
@@ -87,7 +87,7 @@ async def test_what_takes_long_where_no_graph_is_yet_is_said_until_it_ends(monke
 class Silent:
     """A store that never answers, and lives."""
 
-    async def stats(self):
+    async def stats(self, *, drops_after):
         await asyncio.Event().wait()
 
 
@@ -113,12 +113,12 @@ async def test_what_starts_has_a_deadline_of_its_own(monkeypatch, now):
     looks = []
 
     class Store(Still):
-        async def stats(self):
+        async def stats(self, *, drops_after):
             looks.append(now)
             now[0] += 10.0
             if len(looks) > 20:
                 raise LookupError("enough")
-            return await super().stats()
+            return await super().stats(drops_after=drops_after)
 
     waits = Waits(Store(), Batch(1, 4), idle_s=50.0, clock=lambda: now[0])
     waits.begin("step 1", step=1)

@@ -279,6 +279,18 @@ def test_replay_without_the_memory_of_a_commit_lets_its_task_do_it_again():
     assert table.lease(0.0, "score", "me") is None
 
 
+def test_replay_of_a_commit_that_repeats_another_has_the_rows_where_each_was_written():
+    history = History()
+    history.put(first=0, count=3, samples=1)
+    history.lease(task=GENERATE, limit=3, version=0)
+    _task, lease_id, rows = history.leases[0]
+    for done in (rows[1:2], rows):
+        ref = BatchRef(lease_id, lease_id, tuple(done))
+        written = history.write(responses(len(done)))
+        history.table.commit(0.0, "me", ref, written, [3] * len(done), [], None)
+    assert state(again(history.records)) == state(history.table)
+
+
 def test_lease_of_rows_with_other_writers_finds_each_where_it_lies():
     history = History()
     table = history.table

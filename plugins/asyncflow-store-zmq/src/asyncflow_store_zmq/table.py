@@ -251,11 +251,13 @@ class Table:
             claim = self.inspect(now, ref)
         segment = self._written(holder, claim, len(ref.rows), written, tokens, oldest)
         try:
+            rows: Sequence[int] = ()
+            if segment is not None or self.log is not None:
+                rows = [ref.rows[position] for position in claim.held]
             if segment is not None and written is not None:
                 self.payload.agree(self.payload.layout_of(written.layout))
-                self.record(claim.task, ref.rows, claim.held, segment)
+                self.record(claim.task, rows, claim.held, segment)
             if self.log is not None:
-                rows = [ref.rows[position] for position in claim.held]
                 self.note_trained(claim.task, rows, version)
                 self.note_generated(
                     claim.task, rows, [tokens[p] for p in claim.held] if tokens else [], version
@@ -276,8 +278,8 @@ class Table:
     def record(
         self, task: TaskSpec, rows: Sequence[int], entries: Sequence[int], segment: Segment
     ) -> None:
-        """Rows at `entries` of a reference have columns at the same entries of a segment."""
-        for number, first, last, entry in stretches([rows[entry] for entry in entries], entries):
+        """Rows have columns at entries of a segment, one for each."""
+        for number, first, last, entry in stretches(rows, entries):
             self.payload.record(self.ledger.block(number), first, last, task, segment, entry)
 
     def _keys_of(self, rows: Sequence[int]) -> list[tuple[int, int, int, int]]:
