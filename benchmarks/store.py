@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from store_rows import OPERATIONS, PIPELINE_BATCH, PIPELINE_ROWS, Rows
@@ -74,6 +75,11 @@ class Ours:
         self.store.open()
         self.keys = Keys(0)
         self.sources = 1
+
+    @classmethod
+    def of(cls, store: ZmqDataStore) -> Self:
+        options = store.attach_options()
+        return cls(options["connect"], options["token"])
 
     def put(self, batch: int, *, plain: bool = False) -> float:
         task = self.store.register(TaskSpec("put", COLUMNS))
@@ -138,9 +144,9 @@ class Ours:
         _, train, produce = self._processes(roles, PIPELINE_ROWS, PIPELINE_BATCH, 0)
         return PIPELINE_ROWS / (train["end"] - produce["start"])
 
-    def latency(self, gap_s: float = 0.02) -> float:
+    def latency(self, gap_s: float = 0.02, rows: int = 50) -> float:
         """Median milliseconds of one row from before its put to its arrival, `gap_s` apart."""
-        train, _ = self._processes(["arrive", "produce"], 50, 1, gap_s)
+        train, _ = self._processes(["arrive", "produce"], rows, 1, gap_s)
         return statistics.median(train["waits"]) * 1e3
 
 
@@ -316,12 +322,16 @@ async def main() -> None:
     large = ZmqOptions(capacity_rows=1 << 21)
     async with ZmqDataStore(large) as few, ZmqDataStore(large) as many:
         result |= await asyncio.to_thread(growth, few, many)
-    async with ZmqDataStore(ZmqOptions(capacity_rows=1 << 20)) as store:
-        options = store.attach_options()
-        ours = Ours(options["connect"], options["token"])
+    plain_options = ZmqOptions(capacity_rows=1 << 20, rehearse=False)
+    async with (
+        ZmqDataStore(ZmqOptions(capacity_rows=1 << 20)) as store,
+        ZmqDataStore(plain_options) as plain_store,
+    ):
+        ours, plain = Ours.of(store), Ours.of(plain_store)
         found = await asyncio.to_thread(compare, ours, arguments.rounds, peer=not arguments.no_peer)
-        result |= await asyncio.to_thread(by_pace, ours)
+        result |= await asyncio.to_thread(by_pace, (ours, store), (plain, plain_store))
         ours.store.close()
+        plain.store.close()
     ratios = report(found)
     print(json.dumps({key: round(value, 3) for key, value in {**ratios, **result}.items()}))
 

@@ -3,38 +3,32 @@
 The bare hops carry 200 bytes from a producer through a relay to a consumer with nothing but `send`
 and `recv` in Python: what this machine takes to wake three processes whose caches have gone cold.
 
-Once more beside a busy client, whose own rows come every 2 ms in a partition of their own: the
-controller's code and data then stay in the caches. That is what a controller would gain that
-repeated its work on nothing while it waits.
+The controller's rehearsals (`rehearsal.py`) are compared with a store that has none, by latency and
+by what the store's processes take of a core meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import socket
 import statistics
 import struct
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from store_rows import Rows
-
-from asyncflow_core.batch import GroupKey
-from asyncflow_core.services.data_store import TaskSpec
-from asyncflow_store_zmq.blocking import BlockingStore
+from asyncflow_store_zmq.store import ZmqDataStore
 
 if TYPE_CHECKING:
     from store import Ours
 
+    Store = tuple[Ours, ZmqDataStore]
+
 GAPS_S = (0.002, 0.005, 0.02)
-BUSY_GAP_S = 0.002
-ROWS = 100
+TURNS = 3
+ROWS = 200
 STAMP = struct.Struct("<d192x")
 
 
@@ -73,62 +67,30 @@ def bare_hops(gap_s: float) -> float:
     return found
 
 
-def keep_busy(address: str, token: str) -> None:
-    """Put rows and read them back until killed; writes a line when it has begun."""
-    from store import COLUMNS, as_batch  # which runs this file, too
-
-    with (
-        BlockingStore(address, token=token) as producer,
-        BlockingStore(address, token=token) as consumer,
-    ):
-        consumer.register(TaskSpec("busy", COLUMNS[:3], partitions=("busy",)))
-        writer = producer.writer(partition="busy")
-        reader = consumer.reader("busy", COLUMNS[:3], requester="busy", limit_rows=1)
-        data = [as_batch(Rows(1, seed)).select(COLUMNS[:3]) for seed in range(16)]
-        source, number = 1 << 15 | os.getpid() % (1 << 15), 0
-        while True:
-            writer.put(data[number % 16], keys=[GroupKey(source, 0, number)])
-            reader.commit(next(reader))
-            if not number:
-                print("busy", flush=True)
-            number += 1
-            time.sleep(BUSY_GAP_S)
+def cpu_s(store: ZmqDataStore) -> float:
+    """Processor time of controller and shards."""
+    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in store.processes.pids]
+    fields = [text.rpartition(")")[2].split() for text in stats]
+    return sum(int(part) for line in fields for part in line[11:13]) / os.sysconf("SC_CLK_TCK")
 
 
-@contextlib.contextmanager
-def beside_a_busy_client(ours: Ours) -> Iterator[None]:
-    process = subprocess.Popen(
-        [sys.executable, __file__, ours.address, ours.token], stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        yield
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def by_pace(ours: Ours) -> dict[str, float]:
-    """Print a table; our medians by the gap between rows, and the bare hops' at the longest."""
-    head = "put to got, p50 ms", "beside a busy client", "two bare hops, p50 ms"
-    print(f"{'rows apart':12}" + "".join(f"{name:>24}" for name in head))
+def by_pace(rehearsing: Store, plain: Store) -> dict[str, float]:
+    """Print a table, medians of three turns by the gap between rows."""
+    head = "put to got, p50 ms", "not rehearsing", "two bare hops", "% of a core", "not rehearsing"
+    print(f"{'rows apart':12}" + "".join(f"{name:>20}" for name in head))
     result = {}
     for gap_s in GAPS_S:
-        milliseconds = round(gap_s * 1e3)
-        alone, beside, bare = [], [], []
-        for _ in range(3):
-            alone.append(ours.latency(gap_s))
-            with beside_a_busy_client(ours):
-                beside.append(ours.latency(gap_s))
-            bare.append(bare_hops(gap_s))
-        found = [statistics.median(times) for times in (alone, beside, bare)]
-        print(f"{milliseconds:>7} ms  " + "".join(f"{value:24.2f}" for value in found))
-        result[f"latency_{milliseconds}ms_apart_ms"] = found[0]
-        result[f"latency_{milliseconds}ms_apart_beside_ms"] = found[1]
-    result["bare_hops_ms"] = found[2]
+        turns = []
+        for _ in range(TURNS):
+            turn = []
+            for ours, store in (rehearsing, plain):
+                before, start = cpu_s(store), time.monotonic()
+                latency = ours.latency(gap_s, ROWS)
+                turn += [latency, 100 * (cpu_s(store) - before) / (time.monotonic() - start)]
+            turns.append([turn[0], turn[2], bare_hops(gap_s), turn[1], turn[3]])
+        found = [statistics.median(values) for values in zip(*turns, strict=True)]
+        name = f"{gap_s * 1e3:.0f}ms"
+        print(f"{name:12}" + "".join(f"{value:20.2f}" for value in found))
+        result[f"latency_{name}_apart_ms"], result[f"latency_{name}_apart_plain_ms"] = found[:2]
+        result["bare_hops_ms"], result["rehearsal_core_percent"] = found[2], found[3] - found[4]
     return result
-
-
-if __name__ == "__main__":
-    keep_busy(*sys.argv[1:])

@@ -47,8 +47,9 @@ class ZmqOptions(BaseModel):
     lease_policies: tuple[str, ...] = ()
     """Lease policies of other plugins, by name; a section's `lease_policy` may name them then."""
     rehearse: bool = True
-    """Whether the controller keeps its code in the processor's caches while rows come slowly (a row
-    is then with its reader a fifth sooner), for up to 7% of one core. Not while nothing comes."""
+    """Whether the controller keeps its code in the processor's caches while rows come slowly, so
+    that the next is with its reader sooner. It takes up to a tenth of one core for that, and
+    nothing while nothing comes."""
     restarts: int = Field(default=3, ge=0)
     """Times each process of the store is started again when it dies. The controller only of a
     durable store: without, its rows are gone, and what uses it ends."""
