@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 from asyncflow_core.batch import GroupKey
@@ -11,20 +12,33 @@ __all__ = ["KeyIndex", "KnownKeys"]
 
 
 class _Source:
-    """What is known of a source's epoch: all sequences below a watermark, and some above it."""
+    """What is known of a source's epoch: runs of sequences, sorted, with a gap between any two."""
 
-    __slots__ = ("above", "origin", "watermark")
+    __slots__ = ("ends", "origin", "starts")
 
     def __init__(self, origin: tuple[int, int]) -> None:
         self.origin = origin
-        self.watermark = 0
-        self.above: set[int] = set()
+        self.starts: list[int] = []
+        self.ends: list[int] = []  # each excluded
+
+    def add(self, first: int, last: int) -> None:
+        ends = self.ends
+        if ends and ends[-1] == first < last:  # as sources count
+            ends[-1] = last
+            return
+        if first >= last:
+            return
+        # Runs that overlap or touch these sequences become one with them.
+        left, right = bisect_left(ends, first), bisect_right(self.starts, last)
+        if left < right:
+            first, last = min(first, self.starts[left]), max(last, ends[right - 1])
+        self.starts[left:right], ends[left:right] = [first], [last]
 
 
 class KnownKeys:
-    """A watermark a (source, epoch), and a sparse set of the sequences above it.
+    """Runs of sequences a (source, epoch).
 
-    Sources count their sequences up, so the set holds only what is out of order.
+    Sources count their sequences up, from wherever they begin: mostly there is one run each.
     """
 
     def __init__(self) -> None:
@@ -33,58 +47,42 @@ class KnownKeys:
 
     def __contains__(self, key: GroupKey) -> bool:
         """Whether the group was ever added."""
-        source = self._sources.get(key[:2])
-        return source is not None and (key[2] < source.watermark or key[2] in source.above)
+        return next(self.unknown_in(key, 1), None) is None
 
     def unknown_in(self, key: GroupKey, count: int) -> Iterator[tuple[int, int]]:
         """The runs (first, last excluded) of `count` sequences from a key's on that are new."""
         first, last = key[2], key[2] + count
         source = self._sources.get(key[:2])
-        if source is None:
-            yield first, last
-            return
-        first = max(first, source.watermark)
-        if first < last and (not source.above or source.above.isdisjoint(range(first, last))):
-            yield first, last
-            return
+        starts, ends = (source.starts, source.ends) if source is not None else ([], [])
+        at = bisect_right(ends, first)
         while first < last:
-            if first in source.above:
-                first += 1
-                continue
-            end = first + 1
-            while end < last and end not in source.above:
-                end += 1
-            yield first, end
-            first = end
+            start = starts[at] if at < len(starts) else last
+            if first < start:
+                yield first, min(start, last)
+            if at == len(starts):
+                return
+            first = ends[at]
+            at += 1
 
-    def dump(self) -> list[tuple[int, int, int, list[int]]]:
-        """(source, epoch, watermark, sequences above it), for `load`."""
+    def dump(self) -> list[tuple[int, int, list[int], list[int]]]:
+        """(source, epoch, starts of runs, their ends), for `load`."""
         return [
-            (*source.origin, source.watermark, sorted(source.above))
+            (*source.origin, list(source.starts), list(source.ends))
             for source in self._sources.values()
         ]
 
-    def load(self, dumped: Iterable[tuple[int, int, int, Iterable[int]]]) -> None:
+    def load(self, dumped: Iterable[tuple[int, int, Iterable[int], Iterable[int]]]) -> None:
         """Know what a `dump` knew."""
-        for number, epoch, watermark, above in dumped:
+        for number, epoch, starts, ends in dumped:
             source = self._sources[number, epoch] = _Source((number, epoch))
-            source.watermark, source.above = watermark, set(above)
+            source.starts, source.ends = list(starts), list(ends)
 
     def add(self, key: GroupKey, count: int) -> tuple[int, int]:
         """Remember `count` groups from a key on; their (source, epoch), one object for all."""
         source = self._sources.get(key[:2])
         if source is None:
             source = self._sources[key[:2]] = _Source(key[:2])
-        first, last = key[2], key[2] + count
-        if first > source.watermark:
-            source.above.update(range(first, last))
-        elif last > source.watermark:
-            source.watermark = last
-            if source.above:
-                source.above.difference_update(range(first, last))
-            while source.above and source.watermark in source.above:
-                source.above.remove(source.watermark)
-                source.watermark += 1
+        source.add(key[2], key[2] + count)
         return source.origin
 
 

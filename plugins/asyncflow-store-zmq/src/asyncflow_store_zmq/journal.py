@@ -25,7 +25,7 @@ from asyncflow_core.errors import DataError
 __all__ = ["Journal"]
 
 _log = logging.getLogger(__name__)
-_MAGIC = b"AFSTORE2"
+_MAGIC = b"AFSTORE3"
 _HEAD = struct.Struct("<III")
 
 

@@ -1,6 +1,6 @@
 """A table as records: what a shorter journal begins with. Pure; see `history.py`.
 
-known [source, epoch, watermark, above], ...
+known [source, epoch, starts, ends], ...
 drops rows_by_reason groups
 opened task batches
 segment number place
