@@ -181,7 +181,10 @@ class Started:
         await eventually(lambda: self.named(name) is None, timeout_s=30)
 
     async def until(self, condition):
-        await eventually(condition, timeout_s=30)
+        try:
+            await eventually(condition, timeout_s=30)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the run said:\n{self.output}") from error
 
     async def ended(self, what, *, status=None):
         """Wait for its end: seconds since now; nothing of it may be left."""

@@ -46,11 +46,12 @@ async def test_stopped_trainer_ends_the_run_by_name(started):
 
 async def test_process_that_dies_too_often_ends_the_run_by_name(started):
     run = started(**{**STEADY, "workflow__steps": 10_000}, watchdog__restarts=1)
-    for step in (3, 8):
-        await run.at_step(step)
-        run.named("reward-0").send_signal(signal.SIGKILL)
-        if step == 3:
-            await run.until(lambda: "restart 1" in run.output)
+    await run.at_step(3)
+    first = run.named("reward-0")
+    first.send_signal(signal.SIGKILL)
+    await run.until(lambda: (second := run.named("reward-0")) and second.pid != first.pid)
+    assert "restart 1" in run.output
+    run.named("reward-0").send_signal(signal.SIGKILL)
     await run.until(lambda: run.process.poll() is not None)
     assert "peer_lost: reward-0 was started again 1 times within 600 s" in run.output
     assert "reward-0 was killed by signal 9 (SIGKILL)" in run.output
