@@ -94,6 +94,7 @@ async def test_replica_whose_engine_hangs_is_ended_and_another_answers_its_rows(
     assert sum(summary["restarts"].values()) == 1
 
 
+@pytest.mark.slow
 async def test_replica_that_hangs_each_time_ends_the_run_though_it_takes_longer_than_the_window(
     started,
 ):

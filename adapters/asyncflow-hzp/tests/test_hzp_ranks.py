@@ -61,6 +61,7 @@ async def test_two_ranks_give_the_updates_of_one(model_dir, tmp_path, options):
     await compare_with_one_rank(model_dir, tmp_path, options)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 async def test_two_ranks_give_the_updates_of_one_with_experts(tmp_path):
     """Experts that got no token, and buffers that checkpoints hold."""

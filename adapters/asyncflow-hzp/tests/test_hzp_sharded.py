@@ -71,15 +71,8 @@ def test_all_tuples_dense_and_moe_train_as_plain(world):
     start(check_all, world, [*DENSE, *MOE])
 
 
-@pytest.mark.parametrize(
-    ("world", "seeds"),
-    [
-        (2, range(4)),
-        pytest.param(2, range(4, 40), marks=pytest.mark.slow),
-        pytest.param(4, range(20), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "seeds"), [(2, range(40)), (4, range(20))], ids=str)
 def test_random_programs_train_as_plain(world, seeds):
     start(check_random_programs, world, seeds)
 
